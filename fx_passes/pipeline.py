@@ -1,0 +1,128 @@
+"""The passes in order, each with its hook, and the Inductor options that install them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from moe_ops import _library
+
+_log = logging.getLogger(__name__)
+
+# Installed even without a pass: its uuid puts our sources into the keys of the compile caches.
+_ALWAYS_INSTALLED = "post_grad_custom_post_pass"
+
+Pass = Callable[[torch.fx.Graph], int]
+"""Rewrites a graph in place and returns how many matches it rewrote."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassConfig:
+    """Switches and bounds, one field per pass, named after it. No pass exists yet."""
+
+
+def options(
+    config: PassConfig | str | os.PathLike[str] | None = None,
+    *,
+    inductor: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """The `options=` of `torch.compile` that run the passes.
+
+    Args:
+        config: settings, or the path of a JSON file that holds some of them.
+        inductor: further Inductor options, merged in.
+        overrides: fields of `PassConfig`, which win over `config`.
+
+    Raises:
+        ValueError: a field that `PassConfig` does not have, or a hook that `inductor` sets as well.
+    """
+    if config is None:
+        config = PassConfig()
+    elif not isinstance(config, PassConfig):
+        config = _replace(PassConfig(), _read(config), source=os.fspath(config))
+    config = _replace(config, overrides, source="options")
+
+    hooks = _hooks(config)
+    rest = {name.replace("-", "_"): value for name, value in (inductor or {}).items()}
+    if taken := sorted(hooks.keys() & rest.keys()):
+        raise ValueError(
+            f"options: inductor must leave {', '.join(taken)} to fx_passes, got "
+            f"{rest[taken[0]]!r}; run that pass on another hook"
+        )
+    return rest | hooks
+
+
+def _passes(config: PassConfig) -> list[tuple[str, Pass]]:
+    """(hook, pass with its options bound), in the order they run; every place has its reason."""
+    return []
+
+
+def _hooks(config: PassConfig) -> dict[str, Any]:
+    passes_of_hook: dict[str, list[Pass]] = {_ALWAYS_INSTALLED: []}
+    for hook, run in _passes(config):
+        passes_of_hook.setdefault(hook, []).append(run)
+    return {
+        hook: CompositePass(hook=hook, passes=tuple(passes), config=config)
+        for hook, passes in passes_of_hook.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompositePass(CustomGraphPass):
+    """All passes of one hook as one: torch 2.11 takes no list of them."""
+
+    hook: str
+    passes: tuple[Pass, ...]
+    config: PassConfig
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Run the passes in order and check the graph they leave."""
+        for run in self.passes:
+            start = time.perf_counter()
+            count = run(graph)
+            took_ms = 1e3 * (time.perf_counter() - start)
+            _log.debug("%s: %s rewrote %d in %.1f ms", self.hook, run, count, took_ms)
+        graph.lint()
+
+    def uuid(self) -> str:
+        """All that the passes depend on: a compiled graph serves only while it stays the same."""
+        parts = (self.hook, repr(self.config), _source_hash(), _library.source_hash())
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _source_hash() -> str:
+    root = pathlib.Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    settings = json.loads(pathlib.Path(path).read_text())
+    if not isinstance(settings, dict):
+        raise ValueError(f"{os.fspath(path)}: must hold one JSON object, got {settings!r}")
+    return settings
+
+
+def _replace(config: PassConfig, settings: Mapping[str, Any], *, source: str) -> PassConfig:
+    known = [field.name for field in dataclasses.fields(PassConfig)]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise ValueError(
+            f"{source}: settings must be among [{', '.join(known)}], got {', '.join(unknown)}"
+        )
+    return dataclasses.replace(config, **settings)

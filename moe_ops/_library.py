@@ -1,0 +1,132 @@
+"""The `torch.ops.moe_ops` namespace: one call of `define` registers everything an operator has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("moe_ops", "DEF")
+
+
+@dataclasses.dataclass(frozen=True)
+class OpInfo:
+    """What is known of one operator of `torch.ops.moe_ops`."""
+
+    name: str
+    schema: str
+    module: str
+    reference: Callable[..., Any]
+    has_backward: bool
+
+
+OPS: dict[str, OpInfo] = {}
+
+
+def define(
+    schema: str,
+    *,
+    check: Callable[..., Any],
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    setup_context: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
+    """Register the operator `schema` and return its overload.
+
+    `check` gets the operator's arguments and raises on bad ones; it runs before the reference (the CPU kernel), the
+    CUDA kernel (`kernels.choose`) and the fake kernel, so a caller of the bare operator, eager or traced, is told as
+    much as one of the public function. For an operator that takes a `group_name` it returns the settings that must
+    be equal on all ranks, and `comm.agree` turns a failure on one rank into an error on every rank.
+    Without a `backward` the operator raises when a gradient is asked of it.
+    """
+    from . import comm, kernels  # noqa: PLC0415 - comm and kernels may import this module
+
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(
+        schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    )
+    arguments = inspect.signature(reference)
+    collective = "group_name" in arguments.parameters
+
+    def checked(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(kernel)
+        def call(*args: Any) -> Any:
+            if collective:
+                bound = arguments.bind(*args)
+                comm.agree(name, bound.arguments["group_name"], functools.partial(check, *args))
+            else:
+                check(*args)
+            return kernel(*args)
+
+        return call
+
+    def cuda(*args: Any) -> Any:
+        return kernels.choose(name, *args)(*args)
+
+    def checked_fake(*args: Any) -> Any:
+        check(*args)
+        return fake(*args)
+
+    _LIBRARY.impl(name, checked(reference), "CPU")
+    _LIBRARY.impl(name, checked(cuda), "CUDA")
+    qualified_name = f"moe_ops::{name}"
+    torch.library.register_fake(qualified_name, checked_fake, lib=_LIBRARY)
+    torch.library.register_autograd(
+        qualified_name,
+        backward or _no_backward(name),
+        setup_context=setup_context,
+        lib=_LIBRARY,
+    )
+    torch.library.register_vmap(qualified_name, _no_vmap(name), lib=_LIBRARY)
+    OPS[name] = OpInfo(name, schema, reference.__module__, reference, backward is not None)
+    return getattr(torch.ops.moe_ops, name).default
+
+
+def _no_backward(name: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            f"{name}: has no derivative, got a gradient of its output; "
+            "derivatives of this order are not supported"
+        )
+
+    return backward
+
+
+def _no_vmap(name: str) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise NotImplementedError(
+            f"{name}: must not be called under torch.vmap, got in_dims {in_dims}; "
+            "concatenate the samples along the token dimension instead"
+        )
+
+    return rule
+
+
+@functools.lru_cache(maxsize=1)
+def source_hash() -> str:
+    """Hash of this package's Python sources (hex).
+
+    Compile caches key on operator names, not on their fake kernels or autograd rules, so without it an upgraded
+    library would be served gradients compiled from the old one (https://github.com/pytorch/pytorch/issues/144344).
+    """
+    root = pathlib.Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def tag_compile_caches() -> None:
+    """Put `source_hash` into the key of PyTorch's compile caches, keeping what a user put there."""
+    tag = f"moe_ops-{source_hash()}"
+    config = torch.compiler.config
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag};{tag}".lstrip(";")

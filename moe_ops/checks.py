@@ -1,0 +1,108 @@
+"""Argument checks and their wording: `<op>: <what must hold>, got <value>[; <what to do>]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+GATES = (torch.float32, torch.float64)
+IDS = (torch.int32, torch.int64)
+INDICES = (torch.int32,)
+
+
+def tensor(
+    op: str,
+    name: str,
+    value: torch.Tensor,
+    dim: int,
+    dtypes: Sequence[torch.dtype] | None = None,
+    like: torch.Tensor | None = None,
+) -> None:
+    """`value` has `dim` dimensions, one of `dtypes`, and the device of `like`."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if value.dim() != dim:
+        raise ValueError(
+            f"{op}: {name} must have {dim} dimensions, got shape {tuple(value.shape)}"
+        )
+    if dtypes is not None and value.dtype not in dtypes:
+        allowed = " or ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must be {allowed}, got {value.dtype}")
+    if like is not None and value.device != like.device:
+        raise ValueError(
+            f"{op}: {name} must be on {like.device} like the other tensors, got {value.device}"
+        )
+
+
+def on_cpu(op: str, name: str, value: torch.Tensor) -> None:
+    """`value` lies on the CPU, where its numbers are read without waiting for a device."""
+    if value.device.type != "cpu":
+        raise ValueError(f"{op}: {name} must be on the CPU, got {value.device}")
+
+
+def same_size(op: str, what: str, left: int | torch.SymInt, right: int | torch.SymInt) -> None:
+    """Two sizes are equal; sizes known only at run time are asserted there."""
+    torch._check_value(left == right, lambda: f"{op}: {what}, got {left} and {right}")
+
+
+def holds(op: str, condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
+    """`condition` about sizes is true; `message` says what must hold and what was given."""
+    torch._check_value(condition, lambda: f"{op}: {message()}")
+
+
+def one_of(op: str, name: str, value: object, allowed: Sequence[object]) -> None:
+    """`value` is among `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {list(allowed)}, got {value!r}")
+
+
+def positive(op: str, name: str, value: int) -> None:
+    """`value` is at least 1."""
+    if value < 1:
+        raise ValueError(f"{op}: {name} must be positive, got {value}")
+
+
+def capacity(op: str, name: str, value: int | torch.SymInt | None) -> None:
+    """`value` is None or not negative."""
+    if value is not None:
+        holds(op, value >= 0, lambda: f"{name} must not be negative, got {value}")
+
+
+def weights(
+    op: str, weights_TK: torch.Tensor, slots_TK: torch.Tensor, like: torch.Tensor
+) -> None:
+    """Gate weights are [T, K] like `slots_TK`, float32, or float64 with float64 values."""
+    tensor(op, "weights_TK", weights_TK, 2, GATES, like=like)
+    if weights_TK.dtype == torch.float64 and like.dtype != torch.float64:
+        raise TypeError(
+            f"{op}: weights_TK may be torch.float64 only if the values are, got {like.dtype} values"
+        )
+    for dim in (0, 1):
+        same_size(
+            op,
+            "weights_TK must have one weight a slot",
+            weights_TK.shape[dim],
+            slots_TK.shape[dim],
+        )
+
+
+def row_weights(op: str, row_weights_C: torch.Tensor | None, rows: torch.Tensor) -> None:
+    """Row weights, if any, are [C] like `rows`, float32, or float64 with float64 rows."""
+    if row_weights_C is None:
+        return
+    tensor(op, "row_weights_C", row_weights_C, 1, GATES, like=rows)
+    if row_weights_C.dtype == torch.float64 and rows.dtype != torch.float64:
+        raise TypeError(
+            f"{op}: row_weights_C may be torch.float64 only if the rows are, got {rows.dtype} rows"
+        )
+    same_size(op, "row_weights_C must have one weight a row", row_weights_C.shape[0], rows.shape[0])
+
+
+def experts(op: str, num_experts: int, num_ranks: int) -> None:
+    """The experts spread evenly over the ranks."""
+    if num_experts < 1 or num_experts % num_ranks:
+        raise ValueError(
+            f"{op}: num_experts must be a positive multiple of the group's {num_ranks} ranks, got {num_experts}"
+        )

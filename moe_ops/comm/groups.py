@@ -1,0 +1,56 @@
+"""Process groups by name. The empty name is the group of this process alone and needs no torch.distributed."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def group_name_of(group: dist.ProcessGroup | str | None) -> str:
+    """The name under which operators and graphs hold `group`; None = this process alone.
+
+    Raises:
+        ValueError: a name that no initialised group has.
+        TypeError: `group` is none of the above.
+    """
+    if group is None:
+        return ""
+    if isinstance(group, str):
+        resolve(group)
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return str(group.group_name)
+    raise TypeError(
+        f"group: must be a ProcessGroup, a group name or None, got {type(group).__name__}"
+    )
+
+
+def resolve(group_name: str) -> dist.ProcessGroup:
+    """The initialised process group called `group_name`."""
+    try:
+        if not dist.is_initialized():
+            raise LookupError("torch.distributed is not initialised")
+        return c10d._resolve_process_group(group_name)
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"group: must name an initialised process group, got {group_name!r} ({error}); "
+            "call torch.distributed.init_process_group first"
+        ) from error
+
+
+def group_size(group_name: str) -> int:
+    """P: ranks of the group."""
+    return resolve(group_name).size() if group_name else 1
+
+
+def group_rank(group_name: str) -> int:
+    """This process's rank in the group."""
+    return resolve(group_name).rank() if group_name else 0
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """The device whose tensors the group's collectives take."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

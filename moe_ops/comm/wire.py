@@ -1,0 +1,36 @@
+"""Row formats on the wire. Sums and everything outside an exchange stay in the rows' own dtype."""
+
+from __future__ import annotations
+
+import torch
+
+FORMATS = ("full", "fp8", "fp8_pow2")
+
+_BLOCK = 128
+_FP8 = torch.float8_e4m3fn
+
+
+def quantize(rows_NH: torch.Tensor, pow2: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 (e4m3) codes [N, H] as uint8 and one float32 scale a run of 128 values, [N, ceil(H / 128)].
+
+    A scale is the run's largest magnitude / 448, rounded up to a power of two if `pow2`; zero and non-finite runs
+    keep their values through a scale of 1.
+    """
+    num_rows, width = rows_NH.shape
+    num_blocks = -(-width // _BLOCK)
+    padded = torch.nn.functional.pad(rows_NH.float(), (0, num_blocks * _BLOCK - width))
+    blocks = padded.reshape(num_rows, num_blocks, _BLOCK)
+    scales = blocks.abs().amax(2) / torch.finfo(_FP8).max
+    if pow2:
+        scales = torch.exp2(scales.log2().ceil())
+    usable = (scales > torch.finfo(torch.float32).tiny) & scales.isfinite()
+    scales = torch.where(usable, scales, 1.0)
+    codes = (blocks / scales[:, :, None]).to(_FP8).reshape(num_rows, -1)[:, :width]
+    return codes.contiguous().view(torch.uint8), scales
+
+
+def dequantize(codes_NH: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [N, H] of `dtype` from `quantize`'s codes and scales."""
+    width = codes_NH.shape[1]
+    factors = scales.repeat_interleave(_BLOCK, dim=1)[:, :width]
+    return (codes_NH.view(_FP8).float() * factors).to(dtype)

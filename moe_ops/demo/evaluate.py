@@ -1,0 +1,86 @@
+"""What a trained model is worth, and whether its compiled form computes the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .gradients import Gradients
+from .model import ByteModel
+
+
+class StopRequested(Exception):
+    """Raised on all ranks at the same point."""
+
+
+@torch.no_grad()
+def validation_loss(
+    model: ByteModel, batches: Sequence[Tensor], stop_requested: Callable[[], bool]
+) -> float:
+    """Mean loss over the batches of all ranks, in nats a byte.
+
+    Eager: graphs without autograd would have to be compiled for this alone.
+    """
+    total = torch.zeros(2, device=batches[0].device)
+    model.eval()
+    for tokens_BT in batches:
+        with torch.compiler.set_stance("force_eager"):
+            loss, _ = model.losses(tokens_BT)
+        part = torch.stack((loss, loss.new_tensor(float(stop_requested()))))
+        dist.all_reduce(part)
+        total += part
+        if total[1] > 0:
+            raise StopRequested
+    model.train()
+    return total[0].item() / (len(batches) * dist.get_world_size())
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def experts_at_zero(model: ByteModel) -> Iterator[None]:
+    """Routed experts put out zero; shared experts and everything else stay."""
+    weights = [moe.experts.w2 for moe in model.moes()]
+    kept = [w.clone() for w in weights]
+    for w in weights:
+        w.zero_()
+    try:
+        yield
+    finally:
+        for w, value in zip(weights, kept):
+            w.copy_(value)
+
+
+def compiled_against_eager(
+    model: ByteModel, gradients: Gradients, tokens_BT: Tensor
+) -> tuple[str, float]:
+    """The tensor of one training step that differs most, and by how much.
+
+    Compared are the loss and each gradient on each rank: |compiled - eager| / |eager|, 2-norms.
+    """
+    compiled = _loss_and_gradients(model, gradients, tokens_BT)
+    with torch.compiler.set_stance("force_eager"):
+        eager = _loss_and_gradients(model, gradients, tokens_BT)
+    names = list(eager)
+    differences = torch.stack(
+        [(compiled[n] - eager[n]).norm() / eager[n].norm().clamp(min=1e-12) for n in names]
+    )
+    dist.all_reduce(differences, op=dist.ReduceOp.MAX)
+    worst = int(differences.argmax())
+    return names[worst], differences[worst].item()
+
+
+def _loss_and_gradients(
+    model: ByteModel, gradients: Gradients, tokens_BT: Tensor
+) -> dict[str, Tensor]:
+    gradients.clear()
+    loss, router_loss = model.losses(tokens_BT)
+    (loss + router_loss).backward()
+    found = {"loss": (loss + router_loss).detach()}
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        found[name] = p.grad.clone()
+    return found

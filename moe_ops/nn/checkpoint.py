@@ -1,0 +1,40 @@
+"""Expert tensors in checkpoints: the ranks of a group hold different experts under the same names."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .. import comm
+from .experts import Experts
+
+
+def shard_experts(module: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`state` with each expert tensor as a DTensor [E, ...] sharded over its expert-parallel group.
+
+    torch.distributed.checkpoint takes plain tensors for replicas and would keep one rank's experts only. The DTensors
+    share storage with `state`, so loading into them loads the module; a checkpoint loads under any number of ranks.
+
+    Args:
+        module: holds `Experts` anywhere.
+        state: by fully qualified parameter name: `module.state_dict()`, or a moment of an optimizer.
+    """
+    groups = {
+        f"{prefix}.{name}" if prefix else name: experts.group_name
+        for prefix, experts in module.named_modules()
+        if isinstance(experts, Experts) and experts.group_name
+        for name, _ in experts.named_parameters()
+    }
+    meshes: dict[tuple[str, str], DeviceMesh] = {}
+
+    def shard(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in groups:
+            return tensor
+        key = groups[name], tensor.device.type
+        if key not in meshes:
+            meshes[key] = DeviceMesh.from_group(comm.resolve(key[0]), key[1])
+        return DTensor.from_local(tensor, meshes[key], [Shard(0)], run_check=False)
+
+    return {name: shard(name, tensor) for name, tensor in state.items()}

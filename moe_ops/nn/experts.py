@@ -1,0 +1,173 @@
+"""The experts of one rank as two grouped matmuls, and the shared expert that every token passes.
+
+Letters: E experts, L experts here, C rows, H hidden, F ffn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .. import comm
+from ..ops.grouped_bias import grouped_bias
+from ..ops.grouped_mm import grouped_mm
+from ..ops.swiglu import swiglu
+
+# Options of `swiglu` for each gated activation of MoEConfig; "relu2" has no gate.
+_GATED: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "geglu": {"act": "gelu"},
+    "swiglu_clamped": {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0},
+}
+
+
+class Experts(nn.Module):
+    """w13 [L, 2F, H] (gate first; [L, F, H] for "relu2"), w2 [L, H, F], optional b13 [L, 2F] and b2 [L, H].
+
+    With equal seeds on all ranks an expert starts with the same weights under every layout.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        group: Any = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.activation = activation
+        self.group_name = comm.group_name_of(group)
+        num_experts_here = num_experts // comm.group_size(self.group_name)
+        up_size = ffn_hidden_size * (2 if activation in _GATED else 1)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts_here, *shape, device=device, dtype=dtype))
+
+        self.w13 = parameter(up_size, hidden_size)
+        self.w2 = parameter(hidden_size, ffn_hidden_size)
+        self.b13 = parameter(up_size) if bias else None
+        self.b2 = parameter(hidden_size) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """uniform(-1 / sqrt(fan_in), 1 / sqrt(fan_in)) as nn.Linear, from a stream of random numbers per expert."""
+        seed = int(torch.randint(2**62, ()))
+        if self.w13.is_meta:
+            return
+        first = comm.group_rank(self.group_name) * self.w13.shape[0]
+        for expert in range(self.w13.shape[0]):
+            stream = torch.Generator(self.w13.device).manual_seed((seed + first + expert) % 2**63)
+            for weight, bias in ((self.w13, self.b13), (self.w2, self.b2)):
+                bound = 1 / math.sqrt(weight.shape[2])
+                for tensor in (weight, bias):
+                    if tensor is not None:
+                        tensor[expert].uniform_(-bound, bound, generator=stream)
+
+    def forward(
+        self,
+        rows_CH: torch.Tensor,
+        row_weights_C: torch.Tensor | None,
+        offsets_L: torch.Tensor,
+    ) -> torch.Tensor:
+        """[C, H]: each row through the expert that owns it, times its weight; zero past the last offset.
+
+        Args:
+            rows_CH: [C, H] in the parameters' dtype (any under autocast).
+            row_weights_C: [C] float32, applied at the activation and to the down bias, or None.
+            offsets_L: [L] int32, inclusive ends of the experts' rows.
+        """
+        h = grouped_mm(rows_CH, self.w13, offsets_L)
+        if self.b13 is not None:
+            h = grouped_bias(h, self.b13, None, offsets_L)
+        if self.activation in _GATED:
+            a_CF = swiglu(h, row_weights_C, offsets_L, **_GATED[self.activation])
+        else:
+            a_CF = _squared_relu(h, row_weights_C)
+        z_CH = grouped_mm(a_CF, self.w2, offsets_L)
+        if self.b2 is not None:
+            z_CH = grouped_bias(z_CH, self.b2, row_weights_C, offsets_L)
+        return z_CH
+
+    def extra_repr(self) -> str:
+        shapes = {name: tuple(value.shape) for name, value in self.named_parameters(recurse=False)}
+        return f"{self.activation}, {shapes}"
+
+
+def _squared_relu(h: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
+    """relu(h)^2 * weight, computed in float32 as `swiglu` is."""
+    squares = functional.relu(h.to(torch.promote_types(h.dtype, torch.float32))).square()
+    if row_weights is not None:
+        squares = squares * row_weights[:, None]
+    return squares.to(h.dtype)
+
+
+def _gate(act: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return act(gate) * up
+
+
+def _clamped(h: torch.Tensor) -> torch.Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    options = _GATED["swiglu_clamped"]
+    gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"])
+    return gate * torch.sigmoid(options["alpha"] * gate) * (up + options["up_offset"])
+
+
+class SharedExperts(nn.Module):
+    """A dense expert of width F_shared that every token passes; `gate` multiplies by sigmoid(x @ gate.weight.T).
+
+    Plain PyTorch: the compiler fuses it and a pass may run it beside an exchange. No biases, so a zero row stays zero.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: str = "swiglu",
+        gate: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        up_size = ffn_hidden_size * (2 if activation in _GATED else 1)
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
+
+        self.up = linear(hidden_size, up_size)
+        self.down = linear(ffn_hidden_size, hidden_size)
+        self.gate = linear(hidden_size, 1) if gate else None
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear."""
+        for linear in (self.up, self.down, self.gate):
+            if linear is not None:
+                linear.reset_parameters()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H]."""
+        h = self.up(x)
+        if self.activation == "swiglu":
+            a = _gate(functional.silu, h)
+        elif self.activation == "geglu":
+            a = _gate(functional.gelu, h)
+        elif self.activation == "swiglu_clamped":
+            a = _clamped(h)
+        else:
+            a = functional.relu(h).square()
+        out = self.down(a)
+        return out if self.gate is None else out * torch.sigmoid(self.gate(x))

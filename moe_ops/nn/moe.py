@@ -1,0 +1,203 @@
+"""The mixture-of-experts layer: router, dispatcher, experts, shared expert.
+
+Letters: T tokens here, K top-k, E experts, H hidden, B sequences, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import checks, comm
+from .config import MoEConfig
+from .dispatchers import make_dispatcher
+from .experts import Experts, SharedExperts
+from .router import Router
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts feed-forward layer, expert-parallel over `group`.
+
+    Args:
+        config: what to build.
+        group: ranks among which the experts are spread evenly, in order; each rank brings its own tokens, possibly
+            none. A ProcessGroup, its name, or None: all experts here.
+        device, dtype: of the parameters. On the meta device nothing is initialised: `to_empty`, then
+            `reset_parameters`.
+
+    After each forward `losses` holds this step's balancing losses, coefficients included, to be added to the loss:
+    scalars float32 by name ("aux", "seq_aux", "global_aux", "z").
+
+    Raises:
+        ValueError: the experts do not spread evenly, or `group` is not initialised.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: dist.ProcessGroup | str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.group_name = comm.group_name_of(group)
+        num_ranks = comm.group_size(self.group_name)
+        checks.experts("MoE", config.num_experts, num_ranks)
+        if config.router.pad_to_capacity and num_ranks > 1 and config.max_tokens == 0:
+            raise ValueError(
+                "MoE: max_tokens must be positive with router.pad_to_capacity on several ranks, got 0"
+            )
+        self.router = Router(
+            config.hidden_size,
+            config.num_experts,
+            config.top_k,
+            config.router,
+            group=group,
+            max_tokens=config.max_tokens,
+            device=device,
+            dtype=dtype,
+        )
+        self.dispatcher = make_dispatcher(config, self.group_name)
+        self.experts = Experts(
+            config.hidden_size,
+            config.ffn_hidden_size,
+            config.num_experts,
+            activation=config.activation,
+            bias=config.bias,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
+        self.shared_experts = None
+        if config.shared_ffn_hidden_size:
+            self.shared_experts = SharedExperts(
+                config.hidden_size,
+                config.shared_ffn_hidden_size,
+                activation=config.activation,
+                gate=config.shared_gate,
+                device=device,
+                dtype=dtype,
+            )
+        self.register_buffer(
+            "overflow_2", torch.zeros(2, dtype=torch.int64, device=device), persistent=False
+        )
+        self.losses: dict[str, torch.Tensor] = {}
+        self.ids_TK: torch.Tensor | None = None
+
+    def reset_parameters(self) -> None:
+        """Initialise parameters and counters anew."""
+        for module in self.children():
+            module.reset_parameters()
+        self.overflow_2.zero_()
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        padding_mask: torch.Tensor | None = None,
+        router_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Output like x [..., H]; collective over the group.
+
+        Under autocast tokens travel, and the output comes back, in its dtype; the router computes in float32.
+
+        Args:
+            x: [T, H] or [B, S, H], in the parameters' dtype; T differs freely by rank, zero included.
+            padding_mask: bool [T] or [B, S], True = real token. A padding token reaches no expert, uses no capacity,
+                counts nowhere, and its output is 0.
+            router_ids: [T, K] integer experts to use instead of choosing (-1 = none), as in `ids_TK` after an
+                earlier forward; not counted again.
+
+        Raises:
+            TypeError, ValueError: on every rank, if one of them gave a wrong shape or dtype.
+        """
+        if torch.compiler.is_compiling() or not self.group_name:
+            self._check(x, padding_mask, router_ids)
+        else:
+            comm.agree("MoE", self.group_name, lambda: self._check(x, padding_mask, router_ids))
+        x_TH = x.reshape(-1, self.config.hidden_size)
+        mask_T = None
+        if padding_mask is not None:
+            mask_T = padding_mask.reshape(-1)
+            x_TH = torch.where(mask_T[:, None], x_TH, 0)
+        routing = self.router(
+            x_TH,
+            num_sequences=x.shape[0] if x.dim() == 3 else 1,
+            mask_T=mask_T,
+            ids_TK=router_ids,
+        )
+        if torch.is_autocast_enabled(x.device.type):
+            x_TH = x_TH.to(torch.get_autocast_dtype(x.device.type))
+        shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
+        dispatched = self.dispatcher(
+            x_TH, routing.weights_TK, routing.ids_TK, routing.expert_capacity
+        )
+        rows_CH = self.experts(
+            dispatched.rows_CH, dispatched.row_weights_C, dispatched.offsets_L
+        )
+        out_TH = dispatched.combine(rows_CH, shared_TH)
+        self.losses = routing.losses
+        self.ids_TK = routing.ids_TK
+        if dispatched.overflow_2 is not None:
+            self.overflow_2.add_(dispatched.overflow_2)
+        return out_TH.reshape(x.shape)
+
+    def _check(
+        self,
+        x: torch.Tensor,
+        padding_mask: torch.Tensor | None,
+        router_ids: torch.Tensor | None,
+    ) -> tuple[object, ...]:
+        name, config = "MoE", self.config
+        if x.dim() not in (2, 3) or x.shape[-1] != config.hidden_size:
+            raise ValueError(
+                f"{name}: x must have shape [T, H] or [B, S, H] with H = {config.hidden_size}, "
+                f"got {tuple(x.shape)}"
+            )
+        checks.tensor(name, "x", x, x.dim(), checks.FLOATS, like=self.experts.w13)
+        if x.dtype != self.experts.w13.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"{name}: x must have the experts' dtype {self.experts.w13.dtype} outside autocast, got {x.dtype}"
+            )
+        if "seq_aux" in config.router.balancing and x.dim() != 3:
+            raise ValueError(
+                f"{name}: x must have shape [B, S, H] with balancing 'seq_aux', got {tuple(x.shape)}"
+            )
+        if padding_mask is not None:
+            checks.tensor(name, "padding_mask", padding_mask, x.dim() - 1, (torch.bool,), like=x)
+            if padding_mask.shape != x.shape[:-1]:
+                raise ValueError(
+                    f"{name}: padding_mask must have shape {tuple(x.shape[:-1])}, got {tuple(padding_mask.shape)}"
+                )
+        if router_ids is not None:
+            checks.tensor(name, "router_ids", router_ids, 2, checks.IDS, like=x)
+        return config, x.dtype, self.training
+
+    def stats(self) -> dict[str, torch.Tensor]:
+        """Device tensors, nothing read: the router's counters and `overflow` [2] int64, copies and rows left out."""
+        return {**self.router.stats(), "overflow": self.overflow_2.clone()}
+
+    def check_overflow(self) -> None:
+        """Raise on every rank if copies or rows did not fit anywhere since the last call. Collective; reads the device.
+
+        Raises:
+            RuntimeError: with the numbers of each rank.
+        """
+        gathered = comm.all_gather(self.overflow_2, self.group_name).tolist()
+        self.overflow_2.zero_()
+        overflows = {rank: tuple(numbers) for rank, numbers in enumerate(gathered) if any(numbers)}
+        if overflows:
+            dispatcher = self.dispatcher
+            raise RuntimeError(
+                f"MoE: copies and rows must fit into copy_capacity = {dispatcher.copy_capacity} and row_capacity = "
+                f"{dispatcher.row_capacity}, got (rank: (copies, rows) left out) {overflows}; "
+                "raise the capacities or use size_mode='exact'"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy and pickle: without the last step's results, which hold a graph."""
+        return {**self.__dict__, "losses": {}, "ids_TK": None}

@@ -1,0 +1,150 @@
+"""The seam that passes plug into: options(), its errors, and the compile caches behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import fx_passes
+from fx_passes import pipeline
+
+HOOK = "post_grad_custom_post_pass"
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))), reason="no compiler for Inductor's C++"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoSettings(fx_passes.PassConfig):
+    lower: bool = True
+    chunk_exchange: int = 1
+
+
+@pytest.fixture
+def two_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration with fields, whatever passes exist."""
+    monkeypatch.setattr(pipeline, "PassConfig", TwoSettings)
+
+
+@pytest.fixture
+def empty_cache() -> Iterator[None]:
+    with fresh_cache():
+        yield
+    torch._dynamo.reset()
+
+
+def compile_and_run() -> torch.Tensor:
+    """Compile from nothing, as a new process would, and return the gradient."""
+    torch._dynamo.reset()
+    counters.clear()
+    x = torch.linspace(-1, 1, 8).requires_grad_()
+    step = torch.compile(lambda x: (x * x.sigmoid()).sum(), options=fx_passes.options())
+    step(x).backward()
+    return x.grad
+
+
+def cache_hits() -> int:
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def test_empty_pipeline_installs_one_composite() -> None:
+    options = fx_passes.options()
+    assert options.keys() == {HOOK}
+    assert options[HOOK].passes == ()
+
+
+def test_equal_settings_give_equal_options() -> None:
+    assert fx_passes.options() == fx_passes.options(fx_passes.PassConfig())
+
+
+@needs_compiler
+def test_compile_cache_holds_until_sources_change(
+    empty_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compile_and_run()
+    assert cache_hits() == 0
+    second = compile_and_run()
+    assert cache_hits() == 1
+    assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
+    assert counters["inductor"]["fxgraph_cache_bypass"] == 0
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+    for module, name in ((pipeline, "_source_hash"), (pipeline._library, "source_hash")):
+        monkeypatch.setattr(module, name, lambda: "another version")
+        compile_and_run()
+        assert cache_hits() == 0, name
+
+
+@pytest.mark.usefixtures("two_settings")
+def test_uuid_covers_settings() -> None:
+    uuids = {fx_passes.options(chunk_exchange=n)[HOOK].uuid() for n in (1, 1, 2)}
+    assert len(uuids) == 2
+
+
+def test_composite_runs_passes_in_order_and_lints() -> None:
+    graph = torch.fx.symbolic_trace(lambda x: x + 1).graph
+    seen: list[str] = []
+
+    def record(name: str, graph: torch.fx.Graph) -> int:
+        seen.append(name)
+        return 0
+
+    def orphan(graph: torch.fx.Graph) -> int:
+        stray = torch.fx.Graph().placeholder("stray")
+        next(n for n in graph.nodes if n.op == "call_function").args = (stray, 1)
+        return 1
+
+    def composite(*passes: pipeline.Pass) -> pipeline.CompositePass:
+        return pipeline.CompositePass(hook=HOOK, passes=passes, config=fx_passes.PassConfig())
+
+    composite(lambda g: record("a", g), lambda g: record("b", g))(graph)
+    assert seen == ["a", "b"]
+    with pytest.raises(RuntimeError, match="stray"):
+        composite(orphan)(graph)
+
+
+@pytest.mark.usefixtures("two_settings")
+def test_reads_json_and_overrides_win(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"chunk_exchange": 4, "lower": False}))
+    for config in (path, str(path)):
+        settings = fx_passes.options(config, chunk_exchange=2)[HOOK].config
+        assert settings == TwoSettings(chunk_exchange=2, lower=False)
+
+
+@pytest.mark.usefixtures("two_settings")
+def test_rejects_unknown_settings(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text('{"chunks": 4}')
+    known = r"among \[lower, chunk_exchange\], got"
+    with pytest.raises(ValueError, match=rf"options: .*{known} fuse_all, fuse_some"):
+        fx_passes.options(fuse_some=True, fuse_all=True)
+    with pytest.raises(ValueError, match=rf"tuned.json: .*{known} chunks"):
+        fx_passes.options(path)
+
+
+def test_rejects_json_that_is_no_object(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match=r"must hold one JSON object, got \[1\]"):
+        fx_passes.options(path)
+
+
+def test_merges_inductor_options() -> None:
+    options = fx_passes.options(inductor={"max-autotune": True, "joint_custom_pre_pass": None})
+    assert options.keys() == {HOOK, "max_autotune", "joint_custom_pre_pass"}
+
+
+@pytest.mark.parametrize("name", [HOOK, HOOK.replace("_", "-")])
+def test_rejects_hook_set_twice(name: str) -> None:
+    with pytest.raises(ValueError, match=f"must leave {HOOK} to fx_passes, got 'mine'"):
+        fx_passes.options(inductor={name: "mine"})
