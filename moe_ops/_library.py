@@ -40,18 +40,17 @@ def define(
 ) -> Any:
     """Register the operator `schema` and return its overload.
 
-    `check` gets the operator's arguments and raises on bad ones; it runs before the reference (the CPU kernel), the
-    CUDA kernel (`kernels.choose`) and the fake kernel, so a caller of the bare operator, eager or traced, is told as
-    much as one of the public function. For an operator that takes a `group_name` it returns the settings that must
-    be equal on all ranks, and `comm.agree` turns a failure on one rank into an error on every rank.
-    Without a `backward` the operator raises when a gradient is asked of it.
+    `check` gets the operator's arguments and raises on bad ones; it runs before the reference (the
+    CPU kernel), the CUDA kernel (`kernels.choose`) and the fake kernel, so a caller of the bare
+    operator, eager or traced, is told as much as one of the public function. For an operator that
+    takes a `group_name` it returns the settings that must be equal on all ranks, and `comm.agree`
+    turns a failure on one rank into an error on every rank. Without a `backward` the operator
+    raises when a gradient is asked of it.
     """
     from . import comm, kernels  # noqa: PLC0415 - comm and kernels may import this module
 
     name = schema.split("(", 1)[0]
-    _LIBRARY.define(
-        schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    )
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     arguments = inspect.signature(reference)
     collective = "group_name" in arguments.parameters
 
@@ -113,8 +112,9 @@ def _no_vmap(name: str) -> Callable[..., Any]:
 def source_hash() -> str:
     """Hash of this package's Python sources (hex).
 
-    Compile caches key on operator names, not on their fake kernels or autograd rules, so without it an upgraded
-    library would be served gradients compiled from the old one (https://github.com/pytorch/pytorch/issues/144344).
+    Compile caches key on operator names, not on their fake kernels or autograd rules, so without it
+    an upgraded library would be served gradients compiled from the old one
+    (https://github.com/pytorch/pytorch/issues/144344).
     """
     root = pathlib.Path(__file__).parent
     digest = hashlib.sha256()

@@ -24,9 +24,7 @@ def tensor(
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
     if value.dim() != dim:
-        raise ValueError(
-            f"{op}: {name} must have {dim} dimensions, got shape {tuple(value.shape)}"
-        )
+        raise ValueError(f"{op}: {name} must have {dim} dimensions, got shape {tuple(value.shape)}")
     if dtypes is not None and value.dtype not in dtypes:
         allowed = " or ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{op}: {name} must be {allowed}, got {value.dtype}")
@@ -70,9 +68,7 @@ def capacity(op: str, name: str, value: int | torch.SymInt | None) -> None:
         holds(op, value >= 0, lambda: f"{name} must not be negative, got {value}")
 
 
-def weights(
-    op: str, weights_TK: torch.Tensor, slots_TK: torch.Tensor, like: torch.Tensor
-) -> None:
+def weights(op: str, weights_TK: torch.Tensor, slots_TK: torch.Tensor, like: torch.Tensor) -> None:
     """Gate weights are [T, K] like `slots_TK`, float32, or float64 with float64 values."""
     tensor(op, "weights_TK", weights_TK, 2, GATES, like=like)
     if weights_TK.dtype == torch.float64 and like.dtype != torch.float64:
@@ -104,5 +100,6 @@ def experts(op: str, num_experts: int, num_ranks: int) -> None:
     """The experts spread evenly over the ranks."""
     if num_experts < 1 or num_experts % num_ranks:
         raise ValueError(
-            f"{op}: num_experts must be a positive multiple of the group's {num_ranks} ranks, got {num_experts}"
+            f"{op}: num_experts must be a positive multiple of the group's {num_ranks} "
+            f"ranks, got {num_experts}"
         )

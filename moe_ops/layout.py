@@ -1,11 +1,11 @@
 """Counts, offsets and maps that operators share.
 
-Letters: T tokens here, K top-k, E experts, P ranks, L = E / P experts here, D copies held here, C rows held here.
-Maps read "value of index" (`row_of_slot_TK`), -1 = none. `counts` = how many, `starts` = exclusive and `offsets` =
-inclusive prefix sums of counts.
+Letters: T tokens here, K top-k, E experts, P ranks, L = E / P experts here, D copies held here, C
+rows held here. Maps read "value of index" (`row_of_slot_TK`), -1 = none. `counts` = how many,
+`starts` = exclusive and `offsets` = inclusive prefix sums of counts.
 
-Every function here works on device tensors without reading one back, except `read_splits`, whose argument is on the
-CPU.
+Every function here works on device tensors without reading one back, except `read_splits`, whose
+argument is on the CPU.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Plan:
 def read_splits(splits_P: torch.Tensor) -> list[int]:
     """Numbers of a contiguous int64 tensor that lies on the CPU.
 
-    Not `Tensor.tolist`: that one is also how a device is read, and the tests of capacity mode forbid it everywhere.
+    Not `Tensor.tolist`: that one is also how a device is read, and the tests of capacity mode
+    forbid it everywhere.
     """
     assert splits_P.device.type == "cpu" and splits_P.dtype == torch.int64
     numbers = ctypes.c_int64 * splits_P.numel()
@@ -72,15 +73,19 @@ def starts_of(counts: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def count(values: torch.Tensor, size: int) -> torch.Tensor:
-    """How often each of 0 .. size-1 occurs in integer `values`; others are not counted. [size] int64."""
+    """How often each of 0 .. size-1 occurs in integer `values`; others are not counted. [size]
+    int64.
+    """
     values = values.reshape(-1).long()
     inside = (values >= 0) & (values < size)
     bins = torch.where(inside, values, size)
     return bins.new_zeros(size + 1).scatter_add(0, bins, torch.ones_like(bins))[:size]
 
 
-def invert(place: torch.Tensor, size: int | torch.SymInt) -> torch.Tensor:
-    """Inverse of an injective map: result[place[i]] = i over flattened `place`, -1 where nothing lies. [size] int64."""
+def invert(place: torch.Tensor, size: int) -> torch.Tensor:
+    """Inverse of an injective map: result[place[i]] = i over flattened `place`, -1 where nothing
+    lies. [size] int64.
+    """
     place = place.reshape(-1).long()
     indices = torch.arange(place.shape[0], device=place.device)
     target = torch.where((place >= 0) & (place < size), place, size)
@@ -88,12 +93,13 @@ def invert(place: torch.Tensor, size: int | torch.SymInt) -> torch.Tensor:
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """rows[index] along dim 0; zero where the index is -1."""
+    """rows[index] along dim 0, contiguous; zero where the index is -1."""
     if rows.shape[0] == 0:
         return rows.new_zeros((*index.shape, *rows.shape[1:]))
     chosen = rows[index.clamp(min=0).long()]
     present = (index >= 0).reshape(index.shape + (1,) * (rows.dim() - 1))
-    return torch.where(present, chosen, torch.zeros((), dtype=rows.dtype, device=rows.device))
+    zero = torch.zeros((), dtype=rows.dtype, device=rows.device)
+    return torch.where(present, chosen, zero).contiguous()
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -128,13 +134,17 @@ def counting_sort(
 
 
 def places_to_send(sent_TP: torch.Tensor, send_P: list[int]) -> torch.Tensor:
-    """Place of each token's copy in the buffer sent to each rank, whose chunks have `send_P` rows. [T, P], -1 none."""
+    """Place of each token's copy in the buffer sent to each rank, whose chunks have `send_P` rows.
+    [T, P], -1 none.
+    """
     starts_P = starts_of(torch.tensor(send_P, device=sent_TP.device))
     return torch.where(sent_TP, starts_P + sent_TP.cumsum(0) - 1, -1)
 
 
 def places_received(source_D: torch.Tensor, receive_P: list[int]) -> torch.Tensor:
-    """Place of each copy, sorted by source rank, in received chunks of `receive_P` rows. [D], -1 none."""
+    """Place of each copy, sorted by source rank, in received chunks of `receive_P` rows. [D], -1
+    none.
+    """
     starts_P = starts_of(torch.tensor(receive_P, device=source_D.device))
     shift_P = starts_P - starts_of(count(source_D, len(receive_P)))
     index_D = torch.arange(source_D.shape[0], device=source_D.device)

@@ -29,7 +29,7 @@ DTYPE_NAMES = {
 def fill_empty_with_nan() -> None:
     """From now on in this process `torch.empty` and its like hold NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def activate(h_F: torch.Tensor, activation: str) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Expert-parallel groups: resolving, agreement between ranks, collectives of uneven rows, engines."""
+"""Expert-parallel groups: resolving, agreement between ranks, collectives of uneven rows,
+engines.
+"""
 
 from .agreement import agree
 from .collectives import all_gather

@@ -1,7 +1,8 @@
 """Errors and settings that all ranks of a group must share before they exchange anything.
 
-`agree` is what makes a bad argument on one rank an error on every rank instead of a hang: each rank contributes a
-hash of its settings, or of its error, in a message of fixed size, whatever operator it is in.
+`agree` is what makes a bad argument on one rank an error on every rank instead of a hang: each rank
+contributes a hash of its settings, or of its error, in a message of fixed size, whatever operator
+it is in.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _agreed: set[tuple[str, str]] = set()
 def agree(op: str, group_name: str, check: Callable[[], Any]) -> None:
     """Run `check` on this rank; raise on every rank if it raised on one or if its results differ.
 
-    `check()` returns this rank's settings, anything with a repr. With gloo every call is compared: 16 bytes a rank.
-    With NCCL reading the answer would wait for the device, so only settings not seen before are; a fault that
-    strikes one rank later ends in the group's own timeout.
+    `check()` returns this rank's settings, anything with a repr. With gloo every call is compared:
+    16 bytes a rank. With NCCL reading the answer would wait for the device, so only settings not
+    seen before are; a fault that strikes one rank later ends in the group's own timeout.
     """
     settings, error = op, None
     try:
@@ -58,6 +59,6 @@ def _disagreement(op: str, group_name: str, settings: str, failed: bool) -> str 
     dist.all_gather_object(texts, settings, group=group)
     listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
     return (
-        f"{op}: every rank of group {group_name!r} must call it with valid arguments and the same settings, "
-        f"got on rank {group_rank(group_name)} the answers {listed}"
+        f"{op}: every rank of group {group_name!r} must call it with valid arguments and "
+        f"the same settings, got on rank {group_rank(group_name)} the answers {listed}"
     )

@@ -20,9 +20,7 @@ def all_to_all_rows(
         return received.copy_(rows)
     if 0 in rows.shape[1:]:  # on every rank: rows are equally wide, while their number differs
         return received
-    dist.all_to_all_single(
-        received, rows.contiguous(), receive, send, group=resolve(group_name)
-    )
+    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=resolve(group_name))
     return received
 
 

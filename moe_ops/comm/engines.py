@@ -1,4 +1,6 @@
-"""Which engine carries a group's exchanges. Graphs hold the group's name alone; the engine is chosen inside the op."""
+"""Which engine carries a group's exchanges. Graphs hold the group's name alone; the engine is
+chosen inside the op.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def available_engines() -> dict[str, str]:
 
 
 def engine(group: dist.ProcessGroup | str | None) -> str:
-    """Name of the engine that carries `group`'s exchanges; "none" for one process without a group."""
+    """Name of the engine that carries `group`'s exchanges; "none" for one process without a
+    group.
+    """
     name = group_name_of(group)
     return dist.get_backend(resolve(name)) if name else "none"
 
@@ -42,9 +46,11 @@ def setup(
     num_sms: int | None = None,
     timeout_s: float = 60,
 ) -> str:
-    """Prepare `group` for exchanges of up to `max_tokens` rows of `hidden_size` values a rank; returns the engine.
+    """Prepare `group` for exchanges of up to `max_tokens` rows of `hidden_size` values a rank;
+    returns the engine.
 
-    Collective, once per group. A group never set up uses its own backend (gloo or NCCL) and its own timeout.
+    Collective, once per group. A group never set up uses its own backend (gloo or NCCL) and its own
+    timeout.
 
     Args:
         engine: "auto", or a name from `available_engines()`. MOE_OPS_ENGINE replaces "auto" only.
@@ -52,7 +58,8 @@ def setup(
         timeout_s: seconds after which a collective that a rank does not join fails.
 
     Raises:
-        ValueError: on every rank, if ranks disagree, a value is out of range, or the named engine cannot run.
+        ValueError: on every rank, if ranks disagree, a value is out of range, or the named engine
+            cannot run.
     """
     name = group_name_of(group)
     wanted = os.environ.get("MOE_OPS_ENGINE", "auto") if engine == "auto" else engine

@@ -1,4 +1,6 @@
-"""Process groups by name. The empty name is the group of this process alone and needs no torch.distributed."""
+"""Process groups by name. The empty name is the group of this process alone and needs no
+torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from torch.distributed import distributed_c10d as c10d
 def group_name_of(group: dist.ProcessGroup | str | None) -> str:
     """The name under which operators and graphs hold `group`; None = this process alone.
 
+    A name is not looked up: that is not traceable, and the operator that gets it does so.
+
     Raises:
-        ValueError: a name that no initialised group has.
-        TypeError: `group` is none of the above.
+        TypeError: `group` is no ProcessGroup, name or None.
     """
     if group is None:
         return ""
     if isinstance(group, str):
-        resolve(group)
         return group
     if isinstance(group, dist.ProcessGroup):
         return str(group.group_name)
@@ -31,7 +33,7 @@ def resolve(group_name: str) -> dist.ProcessGroup:
     try:
         if not dist.is_initialized():
             raise LookupError("torch.distributed is not initialised")
-        return c10d._resolve_process_group(group_name)
+        return c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     except (LookupError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"group: must name an initialised process group, got {group_name!r} ({error}); "

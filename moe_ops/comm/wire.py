@@ -11,10 +11,11 @@ _FP8 = torch.float8_e4m3fn
 
 
 def quantize(rows_NH: torch.Tensor, pow2: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 (e4m3) codes [N, H] as uint8 and one float32 scale a run of 128 values, [N, ceil(H / 128)].
+    """FP8 (e4m3) codes [N, H] as uint8 and one float32 scale a run of 128 values, [N, ceil(H /
+    128)].
 
-    A scale is the run's largest magnitude / 448, rounded up to a power of two if `pow2`; zero and non-finite runs
-    keep their values through a scale of 1.
+    A scale is the run's largest magnitude / 448, rounded up to a power of two if `pow2`; zero and
+    non-finite runs keep their values through a scale of 1.
     """
     num_rows, width = rows_NH.shape
     num_blocks = -(-width // _BLOCK)

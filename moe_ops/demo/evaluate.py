@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -54,28 +55,37 @@ def experts_at_zero(model: ByteModel) -> Iterator[None]:
             w.copy_(value)
 
 
-def compiled_against_eager(
-    model: ByteModel, gradients: Gradients, tokens_BT: Tensor
-) -> tuple[str, float]:
-    """The tensor of one training step that differs most, and by how much.
+@dataclass(frozen=True)
+class Comparison:
+    """`difference` of the `tensor` that differs most, over all ranks."""
 
-    Compared are the loss and each gradient on each rank: |compiled - eager| / |eager|, 2-norms.
+    tensor: str
+    difference: float
+    same_routing: bool
+
+
+def compiled_against_eager(model: ByteModel, gradients: Gradients, tokens_BT: Tensor) -> Comparison:
+    """Compare loss and gradients of one training step: |compiled - eager| / |eager|, 2-norms.
+
+    Where rounding decides between two almost equal experts, both forms are right and their
+    gradients differ by more than rounding: `same_routing` tells.
     """
-    compiled = _loss_and_gradients(model, gradients, tokens_BT)
+    compiled, compiled_ids = _loss_and_gradients(model, gradients, tokens_BT)
     with torch.compiler.set_stance("force_eager"):
-        eager = _loss_and_gradients(model, gradients, tokens_BT)
+        eager, eager_ids = _loss_and_gradients(model, gradients, tokens_BT)
     names = list(eager)
-    differences = torch.stack(
-        [(compiled[n] - eager[n]).norm() / eager[n].norm().clamp(min=1e-12) for n in names]
-    )
-    dist.all_reduce(differences, op=dist.ReduceOp.MAX)
-    worst = int(differences.argmax())
-    return names[worst], differences[worst].item()
+    distances = [(compiled[n] - eager[n]).norm() / eager[n].norm().clamp(min=1e-12) for n in names]
+    rerouted = (compiled_ids != eager_ids).any().float()
+    found = torch.stack([*distances, rerouted])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    worst = int(found[:-1].argmax())
+    return Comparison(names[worst], found[worst].item(), found[-1].item() == 0)
 
 
 def _loss_and_gradients(
     model: ByteModel, gradients: Gradients, tokens_BT: Tensor
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Loss and gradients by name, and the experts chosen in all blocks."""
     gradients.clear()
     loss, router_loss = model.losses(tokens_BT)
     (loss + router_loss).backward()
@@ -83,4 +93,4 @@ def _loss_and_gradients(
     for name, p in model.named_parameters():
         assert p.grad is not None, name
         found[name] = p.grad.clone()
-    return found
+    return found, torch.stack([moe.ids_TK for moe in model.moes() if moe.ids_TK is not None])

@@ -25,7 +25,7 @@ def _option(default: Any, text: str, **extra: Any) -> Any:
 class Settings:
     """The field `world_size` is the option `--world-size`, and so on."""
 
-    steps: int = _option(600, "optimizer steps")
+    steps: int = _option(400, "optimizer steps")
     out: str = _option("demo_out", "folder for checkpoints, pictures and metrics.json")
     world_size: int = _option(
         0, "processes that share the experts; 0 = 2 on CPU, as many as GPUs but at most 2 on GPUs"
@@ -56,6 +56,8 @@ class Settings:
         for name, low in lowest.items():
             if (value := getattr(self, name)) < low:
                 raise Refused(f"demo: {name} must be at least {low}, got {value}")
+        if self.top_k > self.experts:
+            raise Refused(f"demo: top_k must be at most experts ({self.experts}), got {self.top_k}")
         for name, unit in (
             ("hidden", 2 * self.heads),
             ("experts", max(self.world_size, 1)),

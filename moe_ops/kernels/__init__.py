@@ -1,4 +1,6 @@
-"""The one place where an operator's kernel is chosen, for eager CUDA calls and for the `lower` pass alike."""
+"""The one place where an operator's kernel is chosen, for eager CUDA calls and for the `lower` pass
+alike.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from typing import Any
 from .. import _library
 from . import grouped_mm as _grouped_mm
 
-# operator -> [(kernel's name, whether it takes these arguments, kernel)], best first; the reference takes the rest.
-_KERNELS: dict[str, list[tuple[str, Callable[..., bool], Callable[..., Any]]]] = {
+# operator -> [(kernel's name, whether it takes these arguments, kernel)], best first; the reference
+# takes the rest.
+_KERNELS: dict[str, list[_grouped_mm.Kernel]] = {
     "grouped_mm": _grouped_mm.FORWARD,
     "grouped_mm_wgrad": _grouped_mm.WGRAD,
 }

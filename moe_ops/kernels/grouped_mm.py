@@ -5,13 +5,17 @@ Both use the same letters as `moe_ops.ops.grouped_mm`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..layout import expert_of_row
 
 
 def _torch_takes(a: torch.Tensor, b: torch.Tensor, offsets_L: torch.Tensor) -> bool:
-    """`torch._grouped_mm` has a kernel without host sync for bf16 on compute capability 9 and up."""
+    """`torch._grouped_mm` has a kernel without host sync for bf16 on compute capability 9 and
+    up.
+    """
     if a.dtype != torch.bfloat16 or torch.cuda.get_device_capability(a.device) < (9, 0):
         return False
     sizes_aligned = all(size % 8 == 0 and size > 0 for t in (a, b) for size in t.shape[1:])
@@ -65,11 +69,13 @@ def _always(*args: torch.Tensor) -> bool:
     return True
 
 
-FORWARD = [
+Kernel = tuple[str, Callable[..., bool], Callable[..., torch.Tensor]]
+
+FORWARD: list[Kernel] = [
     ("torch._grouped_mm", _torch_takes, torch_grouped_mm),
     ("masked matmuls", _always, masked_grouped_mm),
 ]
-WGRAD = [
+WGRAD: list[Kernel] = [
     ("torch._grouped_mm", _torch_takes, torch_grouped_mm_wgrad),
     ("masked matmuls", _always, masked_grouped_mm_wgrad),
 ]

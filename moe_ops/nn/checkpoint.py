@@ -1,4 +1,6 @@
-"""Expert tensors in checkpoints: the ranks of a group hold different experts under the same names."""
+"""Expert tensors in checkpoints: the ranks of a group hold different experts under the same
+names.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ from .experts import Experts
 def shard_experts(module: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`state` with each expert tensor as a DTensor [E, ...] sharded over its expert-parallel group.
 
-    torch.distributed.checkpoint takes plain tensors for replicas and would keep one rank's experts only. The DTensors
-    share storage with `state`, so loading into them loads the module; a checkpoint loads under any number of ranks.
+    torch.distributed.checkpoint takes plain tensors for replicas and would keep one rank's experts
+    only. The DTensors share storage with `state`, so loading into them loads the module; a
+    checkpoint loads under any number of ranks.
 
     Args:
         module: holds `Experts` anywhere.
-        state: by fully qualified parameter name: `module.state_dict()`, or a moment of an optimizer.
+        state: by fully qualified parameter name: `module.state_dict()`, or a moment of an
+            optimizer.
     """
     groups = {
         f"{prefix}.{name}" if prefix else name: experts.group_name

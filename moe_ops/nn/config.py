@@ -1,4 +1,6 @@
-"""What a layer and its router are made from. Every impossible combination is an error here, before anything is built."""
+"""What a layer and its router are made from. Every impossible combination is an error here, before
+anything is built.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,18 @@ def _demand(config: str, condition: bool, rule: str, value: object) -> None:
 class RouterConfig:
     """How tokens choose experts.
 
-    `score`, `score_first`, `normalize`, `scale`, `num_groups`, `top_groups`, `group_score_top`: see `topk_route`.
+    `score`, `score_first`, `normalize`, `scale`, `num_groups`, `top_groups`, `group_score_top`: see
+        `topk_route`.
     `expert_bias`: a bias for selection alone, moved by `bias_update_rate` against the load at each
         `update_expert_bias` (arXiv:2408.15664).
-    `balancing`: any of "aux" (per micro-batch), "seq_aux" (per sequence), "global_aux" (counts of all ranks), each a
-        loss with coefficient `aux_loss_coeff`; or "sinkhorn" alone, which balances the choice while training.
+    `balancing`: any of "aux" (per micro-batch), "seq_aux" (per sequence), "global_aux" (counts of
+        all ranks), each a loss with coefficient `aux_loss_coeff`; or "sinkhorn" alone, which
+        balances the choice while training.
     `z_loss_coeff`: coefficient of mean(logsumexp(logits)^2) (arXiv:2202.08906).
     `jitter_eps`: while training, inputs of the gate are multiplied by uniform(1 - eps, 1 + eps).
-    `expert_capacity_factor`: an expert takes at most ceil(T * K / E * factor) of this rank's tokens, those with the
-        largest weights (`drop_policy="probs"`) or the first (`"position"`); None = no limit.
+    `expert_capacity_factor`: an expert takes at most ceil(T * K / E * factor) of this rank's
+        tokens, those with the largest weights (`drop_policy="probs"`) or the first (`"position"`);
+        None = no limit.
     `pad_to_capacity`: every expert's buffer has exactly that many rows for each rank.
     """
 
@@ -110,17 +115,18 @@ class MoEConfig:
 
     `activation`: "swiglu", "geglu", "relu2" (squared ReLU, no gate) or "swiglu_clamped" (gpt-oss).
     `bias`: experts have biases; the down bias is weighted by the gate weight.
-    `dispatcher`: "flex" (one copy a token and rank), "alltoall" (one row a slot) or "allgather" (every token
-        everywhere). All three give the same outputs and gradients, to rounding.
-    `size_mode`: "exact" reads sizes from the device once a layer; "capacity" never does and needs `max_tokens`.
+    `dispatcher`: "flex" (one copy a token and rank), "alltoall" (one row a slot) or "allgather"
+        (every token everywhere). All three give the same outputs and gradients, to rounding.
+    `size_mode`: "exact" reads sizes from the device once a layer; "capacity" never does and needs
+        `max_tokens`.
     `max_tokens`: most tokens a rank may hold, equal on all ranks. 0 = no bound (exact mode).
-    `copy_capacity` D, `row_capacity` C: capacity mode; default P * max_tokens and D * min(K, E / P), which hold
-        every routing without repeated experts. The alltoall and allgather dispatchers keep rows only, so C alone
-        bounds them; D still decides which copies exist.
+    `copy_capacity` D, `row_capacity` C: capacity mode; default P * max_tokens and D * min(K, E /
+        P), which hold every routing without repeated experts. The alltoall and allgather
+        dispatchers keep rows only, so C alone bounds them; D still decides which copies exist.
     `weights_at`: gate weights multiply at the "activation" or in the sum of "unpermute".
     `wire`: format of dispatched rows, see `dispatch`; "full" for dispatchers other than flex.
-    `shared_ffn_hidden_size`: width of a shared expert that every token passes, 0 = none; `shared_gate`: times
-        sigmoid(x @ gate) (arXiv:2407.10671).
+    `shared_ffn_hidden_size`: width of a shared expert that every token passes, 0 = none;
+        `shared_gate`: times sigmoid(x @ gate) (arXiv:2407.10671).
     """
 
     hidden_size: int

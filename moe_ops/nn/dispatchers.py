@@ -1,12 +1,16 @@
-"""Four ways to bring tokens to the experts that own them and back, with one interface and equal results.
+"""Four ways to bring tokens to the experts that own them and back, with one interface and equal
+results.
 
     dispatcher                 forward
     local (one process)        sort_slots, permute | experts | unpermute
-    alltoall                   exchange_plan, sort_slots, permute, all_to_all, sort_chunks | experts | its mirror
+    alltoall                   exchange_plan, sort_slots, permute, all_to_all, sort_chunks
+                               | experts | sort_chunks, all_to_all, unpermute
     flex                       exchange_plan, dispatch, permute | experts | unpermute, combine
-    allgather                  gather_plan, all_gather_rows, sort_slots, permute | experts | unpermute, reduce_scatter_rows
+    allgather                  gather_plan, all_gather_rows, sort_slots, permute
+                               | experts | unpermute, reduce_scatter_rows
 
-Letters: T tokens here, K top-k, S = T * K slots, E experts, P ranks, L experts here, C rows here, H hidden.
+Letters: T tokens here, K top-k, S = T * K slots, E experts, P ranks, L experts here, C rows here, H
+hidden.
 """
 
 from __future__ import annotations
@@ -33,9 +37,9 @@ from .config import MoEConfig
 class Dispatched:
     """Rows for the experts of this rank, and the way back.
 
-    `rows_CH` [C, H], `row_weights_C` [C] float32 or None (weights_at="unpermute"), `offsets_L` [L] int32;
-    `overflow_2` [2] int64 on the device: copies and rows that did not fit, None if none can overflow;
-    `combine(rows_CH, addend_TH) -> out_TH` brings the experts' output back to its tokens.
+    `rows_CH` [C, H], `row_weights_C` [C] float32 or None (weights_at="unpermute"), `offsets_L` [L]
+    int32; `overflow_2` [2] int64 on the device: copies and rows that did not fit, None if none can
+    overflow; `combine(rows_CH, addend_TH) -> out_TH` brings the experts' output back to its tokens.
     """
 
     rows_CH: torch.Tensor
@@ -64,12 +68,15 @@ class _Rows:
 
 
 class TokenDispatcher:
-    """Moves rows as the config says. Holds no tensors: everything a way back needs is in `Dispatched`."""
+    """Moves rows as the config says. Holds no tensors: everything a way back needs is in
+    `Dispatched`.
+    """
 
     def __init__(self, config: MoEConfig, group_name: str) -> None:
         self.config = config
         self.group_name = group_name
         self.num_ranks = comm.group_size(group_name)
+        self.rank = comm.group_rank(group_name)
         self.num_experts_here = config.num_experts // self.num_ranks
         self.weighs_rows = config.weights_at == "activation"
         self.copy_capacity = self.row_capacity = None
@@ -88,7 +95,9 @@ class TokenDispatcher:
         ids_TK: torch.Tensor,
         expert_capacity: int | None,
     ) -> Dispatched:
-        """Rows for this rank's experts. `expert_capacity`: pad to that many rows for each (rank, expert)."""
+        """Rows for this rank's experts. `expert_capacity`: pad to that many rows for each (rank,
+        expert).
+        """
         raise NotImplementedError
 
     def _dispatched(
@@ -99,7 +108,9 @@ class TokenDispatcher:
         overflow_2: torch.Tensor | None,
         way_back: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     ) -> Dispatched:
-        """Permute tokens that are all here into rows, and the way back to them, which `way_back` continues."""
+        """Permute tokens that are all here into rows, and the way back to them, which `way_back`
+        continues.
+        """
         maps = rows.slot_of_row_C, rows.row_of_slot_TK
         late_weights = None if self.weighs_rows else weights_TK
 
@@ -125,9 +136,7 @@ class LocalDispatcher(TokenDispatcher):
         ids_TK: torch.Tensor,
         expert_capacity: int | None,
     ) -> Dispatched:
-        rows = _Rows(
-            *sort_slots(ids_TK, self.config.num_experts, expert_capacity=expert_capacity)
-        )
+        rows = _Rows(*sort_slots(ids_TK, self.config.num_experts, expert_capacity=expert_capacity))
         overflow_2 = None
         if expert_capacity is not None:
             unplaced = rows.unplaced(ids_TK)
@@ -195,7 +204,7 @@ class AllGatherDispatcher(TokenDispatcher):
 
         # Shifted by one, so that the zeros of padding tokens mean "no expert".
         ids_GK = gather(ids_TK + 1) - 1
-        first = comm.group_rank(self.group_name) * self.num_experts_here
+        first = self.rank * self.num_experts_here
         here = (ids_GK >= first) & (ids_GK < first + self.num_experts_here)
         ids_GK = torch.where(here, ids_GK - first, -1)
         overflow_2 = ids_GK.new_zeros(2, dtype=torch.int64)
@@ -220,7 +229,9 @@ class AllGatherDispatcher(TokenDispatcher):
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """What an all-to-all of rows needs: the order before, the sizes, the order after, and the rows to keep."""
+    """What an all-to-all of rows needs: the order before, the sizes, the order after, and the rows
+    to keep.
+    """
 
     slots: _Rows
     counts_before: torch.Tensor | None
@@ -293,9 +304,18 @@ class AllToAllDispatcher(TokenDispatcher):
             slots = _Rows(*sort_slots(ids_TK, config.num_experts))
             num_rows = plan.slot_of_row_C.shape[0]
             return _Chunks(
-                slots, None, send_P, recv_P, num_rows, plan.counts_PL, num_rows, plan.offsets_L, None
+                slots,
+                None,
+                send_P,
+                recv_P,
+                num_rows,
+                plan.counts_PL,
+                num_rows,
+                plan.offsets_L,
+                None,
             )
-        # Chunks of equal size: `chunk_rows` for each pair of ranks, filled up with a chunk of zeros.
+        # Chunks of equal size: `chunk_rows` for each pair of ranks, filled up with a chunk of
+        # zeros.
         chunk_rows = config.max_tokens * config.top_k
         rank_TK = torch.where(ids_TK >= 0, ids_TK // self.num_experts_here, -1)
         place_TK = plan.copy_of_token_TP.gather(1, rank_TK.clamp(min=0).long())
@@ -352,7 +372,9 @@ _DISPATCHERS: dict[str, type[TokenDispatcher]] = {
 
 
 def make_dispatcher(config: MoEConfig, group_name: str) -> TokenDispatcher:
-    """The config's dispatcher; the local one where there is nothing to exchange and no capacity to respect."""
+    """The config's dispatcher; the local one where there is nothing to exchange and no capacity to
+    respect.
+    """
     bounded = config.copy_capacity is not None or config.row_capacity is not None
     if comm.group_size(group_name) == 1 and not bounded:
         return LocalDispatcher(config, group_name)

@@ -27,7 +27,8 @@ _GATED: dict[str, dict[str, Any]] = {
 
 
 class Experts(nn.Module):
-    """w13 [L, 2F, H] (gate first; [L, F, H] for "relu2"), w2 [L, H, F], optional b13 [L, 2F] and b2 [L, H].
+    """w13 [L, 2F, H] (gate first; [L, F, H] for "relu2"), w2 [L, H, F], optional b13 [L, 2F] and b2
+    [L, H].
 
     With equal seeds on all ranks an expert starts with the same weights under every layout.
     """
@@ -62,7 +63,9 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """uniform(-1 / sqrt(fan_in), 1 / sqrt(fan_in)) as nn.Linear, from a stream of random numbers per expert."""
+        """uniform(-1 / sqrt(fan_in), 1 / sqrt(fan_in)) as nn.Linear, from a stream of random
+        numbers per expert.
+        """
         seed = int(torch.randint(2**62, ()))
         if self.w13.is_meta:
             return
@@ -81,7 +84,8 @@ class Experts(nn.Module):
         row_weights_C: torch.Tensor | None,
         offsets_L: torch.Tensor,
     ) -> torch.Tensor:
-        """[C, H]: each row through the expert that owns it, times its weight; zero past the last offset.
+        """[C, H]: each row through the expert that owns it, times its weight; zero past the last
+        offset.
 
         Args:
             rows_CH: [C, H] in the parameters' dtype (any under autocast).
@@ -126,9 +130,11 @@ def _clamped(h: torch.Tensor) -> torch.Tensor:
 
 
 class SharedExperts(nn.Module):
-    """A dense expert of width F_shared that every token passes; `gate` multiplies by sigmoid(x @ gate.weight.T).
+    """A dense expert of width F_shared that every token passes; `gate` multiplies by sigmoid(x @
+    gate.weight.T).
 
-    Plain PyTorch: the compiler fuses it and a pass may run it beside an exchange. No biases, so a zero row stays zero.
+    Plain PyTorch: the compiler fuses it and a pass may run it beside an exchange. No biases, so a
+        zero row stays zero.
     """
 
     def __init__(

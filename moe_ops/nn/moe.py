@@ -23,17 +23,20 @@ class MoE(nn.Module):
 
     Args:
         config: what to build.
-        group: ranks among which the experts are spread evenly, in order; each rank brings its own tokens, possibly
-            none. A ProcessGroup, its name, or None: all experts here.
-        device, dtype: of the parameters. On the meta device nothing is initialised: `to_empty`, then
-            `reset_parameters`.
+        group: ranks among which the experts are spread evenly, in order; each rank brings its own
+            tokens, possibly none. A ProcessGroup, its name, or None: all experts here.
+        device, dtype: of the parameters. On the meta device nothing is initialised: `to_empty`,
+            then `reset_parameters`.
 
-    After each forward `losses` holds this step's balancing losses, coefficients included, to be added to the loss:
-    scalars float32 by name ("aux", "seq_aux", "global_aux", "z").
+    After each forward `losses` holds this step's balancing losses, coefficients included, to be
+    added to the loss: scalars float32 by name ("aux", "seq_aux", "global_aux", "z").
 
     Raises:
         ValueError: the experts do not spread evenly, or `group` is not initialised.
     """
+
+    overflow_2: torch.Tensor
+    shared_experts: SharedExperts | None
 
     def __init__(
         self,
@@ -49,7 +52,8 @@ class MoE(nn.Module):
         checks.experts("MoE", config.num_experts, num_ranks)
         if config.router.pad_to_capacity and num_ranks > 1 and config.max_tokens == 0:
             raise ValueError(
-                "MoE: max_tokens must be positive with router.pad_to_capacity on several ranks, got 0"
+                "MoE: max_tokens must be positive with router.pad_to_capacity on several ranks, "
+                "got 0"
             )
         self.router = Router(
             config.hidden_size,
@@ -90,8 +94,9 @@ class MoE(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise parameters and counters anew."""
-        for module in self.children():
-            module.reset_parameters()
+        for module in (self.router, self.experts, self.shared_experts):
+            if module is not None:
+                module.reset_parameters()
         self.overflow_2.zero_()
 
     def forward(
@@ -103,14 +108,16 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """Output like x [..., H]; collective over the group.
 
-        Under autocast tokens travel, and the output comes back, in its dtype; the router computes in float32.
+        Under autocast tokens travel, and the output comes back, in its dtype; the router computes
+        in float32.
 
         Args:
-            x: [T, H] or [B, S, H], in the parameters' dtype; T differs freely by rank, zero included.
-            padding_mask: bool [T] or [B, S], True = real token. A padding token reaches no expert, uses no capacity,
-                counts nowhere, and its output is 0.
-            router_ids: [T, K] integer experts to use instead of choosing (-1 = none), as in `ids_TK` after an
-                earlier forward; not counted again.
+            x: [T, H] or [B, S, H], in the parameters' dtype; T differs freely by rank, zero
+                included.
+            padding_mask: bool [T] or [B, S], True = real token. A padding token reaches no expert,
+                uses no capacity, counts nowhere, and its output is 0.
+            router_ids: [T, K] integer experts to use instead of choosing (-1 = none), as in
+                `ids_TK` after an earlier forward; not counted again.
 
         Raises:
             TypeError, ValueError: on every rank, if one of them gave a wrong shape or dtype.
@@ -136,12 +143,10 @@ class MoE(nn.Module):
         dispatched = self.dispatcher(
             x_TH, routing.weights_TK, routing.ids_TK, routing.expert_capacity
         )
-        rows_CH = self.experts(
-            dispatched.rows_CH, dispatched.row_weights_C, dispatched.offsets_L
-        )
+        rows_CH = self.experts(dispatched.rows_CH, dispatched.row_weights_C, dispatched.offsets_L)
         out_TH = dispatched.combine(rows_CH, shared_TH)
-        self.losses = routing.losses
-        self.ids_TK = routing.ids_TK
+        if not torch.compiler.is_exporting():
+            self.losses, self.ids_TK = routing.losses, routing.ids_TK
         if dispatched.overflow_2 is not None:
             self.overflow_2.add_(dispatched.overflow_2)
         return out_TH.reshape(x.shape)
@@ -161,28 +166,34 @@ class MoE(nn.Module):
         checks.tensor(name, "x", x, x.dim(), checks.FLOATS, like=self.experts.w13)
         if x.dtype != self.experts.w13.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(
-                f"{name}: x must have the experts' dtype {self.experts.w13.dtype} outside autocast, got {x.dtype}"
+                f"{name}: x must have the experts' dtype {self.experts.w13.dtype} "
+                f"outside autocast, got {x.dtype}"
             )
         if "seq_aux" in config.router.balancing and x.dim() != 3:
             raise ValueError(
-                f"{name}: x must have shape [B, S, H] with balancing 'seq_aux', got {tuple(x.shape)}"
+                f"{name}: x must have shape [B, S, H] with balancing 'seq_aux', "
+                f"got {tuple(x.shape)}"
             )
         if padding_mask is not None:
             checks.tensor(name, "padding_mask", padding_mask, x.dim() - 1, (torch.bool,), like=x)
             if padding_mask.shape != x.shape[:-1]:
                 raise ValueError(
-                    f"{name}: padding_mask must have shape {tuple(x.shape[:-1])}, got {tuple(padding_mask.shape)}"
+                    f"{name}: padding_mask must have shape {tuple(x.shape[:-1])}, "
+                    f"got {tuple(padding_mask.shape)}"
                 )
         if router_ids is not None:
             checks.tensor(name, "router_ids", router_ids, 2, checks.IDS, like=x)
         return config, x.dtype, self.training
 
     def stats(self) -> dict[str, torch.Tensor]:
-        """Device tensors, nothing read: the router's counters and `overflow` [2] int64, copies and rows left out."""
+        """Device tensors, nothing read: the router's counters and `overflow` [2] int64, copies and
+        rows left out.
+        """
         return {**self.router.stats(), "overflow": self.overflow_2.clone()}
 
     def check_overflow(self) -> None:
-        """Raise on every rank if copies or rows did not fit anywhere since the last call. Collective; reads the device.
+        """Raise on every rank if copies or rows did not fit anywhere since the last call.
+        Collective; reads the device.
 
         Raises:
             RuntimeError: with the numbers of each rank.
@@ -193,9 +204,9 @@ class MoE(nn.Module):
         if overflows:
             dispatcher = self.dispatcher
             raise RuntimeError(
-                f"MoE: copies and rows must fit into copy_capacity = {dispatcher.copy_capacity} and row_capacity = "
-                f"{dispatcher.row_capacity}, got (rank: (copies, rows) left out) {overflows}; "
-                "raise the capacities or use size_mode='exact'"
+                f"MoE: copies and rows must fit into copy_capacity = {dispatcher.copy_capacity} "
+                f"and row_capacity = {dispatcher.row_capacity}, got (rank: (copies, rows) "
+                f"left out) {overflows}; raise the capacities or use size_mode='exact'"
             )
 
     def __getstate__(self) -> dict[str, Any]:

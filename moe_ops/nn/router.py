@@ -155,25 +155,7 @@ class Router(torch.nn.Module):
         config, replay = self.config, ids_TK is not None
         with _without_autocast(x_TH.device.type):
             logits_TE = self._logits(x_TH)
-            if self.training and config.balancing == ("sinkhorn",) and not replay:
-                plan_TE = balancing.sinkhorn(logits_TE, mask_T)
-                ids_TK = topk_route(
-                    plan_TE, None, None, mask_T, top_k=self.top_k, score_first=False
-                )[1]
-            weights_TK, ids_TK = topk_route(
-                logits_TE,
-                self.expert_bias,
-                ids_TK,
-                mask_T,
-                top_k=self.top_k,
-                score=config.score,
-                score_first=config.score_first,
-                normalize=config.normalize,
-                scale=config.scale,
-                num_groups=config.num_groups,
-                top_groups=config.top_groups,
-                group_score_top=config.group_score_top,
-            )
+            weights_TK, ids_TK = self._choose(logits_TE, ids_TK, mask_T)
             losses = self._losses(logits_TE, ids_TK, mask_T, num_sequences)
             capacity = self._expert_capacity(x_TH.shape[0])
             chosen_TK, dropped = ids_TK, torch.zeros_like(self.dropped)
@@ -195,6 +177,28 @@ class Router(torch.nn.Module):
         if self.training and eps > 0:
             x_TH = x_TH * (1 - eps + 2 * eps * torch.rand_like(x_TH))
         return x_TH @ self.weight.to(dtype).T
+
+    def _choose(
+        self, logits_TE: torch.Tensor, ids_TK: torch.Tensor | None, mask_T: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        config = self.config
+        if self.training and config.balancing == ("sinkhorn",) and ids_TK is None:
+            plan_TE = balancing.sinkhorn(logits_TE, mask_T)
+            _, ids_TK = topk_route(plan_TE, top_k=self.top_k, score_first=False)
+        return topk_route(
+            logits_TE,
+            self.expert_bias,
+            ids_TK,
+            mask_T,
+            top_k=self.top_k,
+            score=config.score,
+            score_first=config.score_first,
+            normalize=config.normalize,
+            scale=config.scale,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            group_score_top=config.group_score_top,
+        )
 
     def _losses(
         self,

@@ -1,16 +1,20 @@
-"""Gather every rank's rows everywhere, and sum every rank's contribution to one's own rows: an adjoint pair.
+"""Gather every rank's rows everywhere, and sum every rank's contribution to one's own rows: an
+adjoint pair.
 
     all_gather_rows:     out = rank 0's rows, rank 1's rows, ...
     reduce_scatter_rows: out = sum over ranks q, in order, of rank q's chunk for this rank
 
-Letters: T rows here, P ranks, G rows of all ranks; chunk r has counts_P[r] rows and `gather_plan` makes counts_P.
+Letters: T rows here, P ranks, G rows of all ranks; chunk r has counts_P[r] rows and `gather_plan`
+makes counts_P.
 
     rank 0 holds 4 tokens [a, b, c, d] (K = 2, E = 3 or any other), rank 1 [e], counts_P = [4, 1]:
-    both gather [a, b, c, d, e]; reduce_scatter_rows of that gives 2 * [a, b, c, d] on rank 0 and 2 * [e] on rank 1
+    both gather [a, b, c, d, e]; reduce_scatter_rows of that gives 2 * [a, b, c, d] on rank 0 and 2
+    * [e] on rank 1
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -24,7 +28,8 @@ from ..comm.collectives import all_to_all_rows
 def all_gather_rows(
     x: torch.Tensor, counts_P: torch.Tensor, num_rows: int, *, group: dist.ProcessGroup | str | None
 ) -> torch.Tensor:
-    """[num_rows, ...]: all ranks' chunks in rank order, zero where a rank holds fewer rows than its chunk. Collective.
+    """[num_rows, ...]: all ranks' chunks in rank order, zero where a rank holds fewer rows than its
+    chunk. Collective.
 
     Args:
         x: [T, ...], any dtype, T <= counts_P[this rank].
@@ -32,7 +37,8 @@ def all_gather_rows(
         num_rows: G, at least counts_P.sum().
 
     Raises:
-        TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank, device or size.
+        TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank, device or
+            size.
 
     Gradients: `reduce_scatter_rows`.
     """
@@ -42,7 +48,8 @@ def all_gather_rows(
 def reduce_scatter_rows(
     x: torch.Tensor, counts_P: torch.Tensor, num_rows: int, *, group: dist.ProcessGroup | str | None
 ) -> torch.Tensor:
-    """[num_rows, ...] in x's dtype: the first rows of this rank's chunk, summed over ranks in rank order. Collective.
+    """[num_rows, ...] in x's dtype: the first rows of this rank's chunk, summed over ranks in rank
+    order. Collective.
 
     An exchange and a sum in at least float32, so that the result does not depend on timing.
 
@@ -52,7 +59,8 @@ def reduce_scatter_rows(
         num_rows: T, at most counts_P[this rank].
 
     Raises:
-        TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank, device or size.
+        TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank, device or
+            size.
 
     Gradients: `all_gather_rows`.
     """
@@ -64,6 +72,8 @@ def _check(
 ) -> tuple[object, ...]:
     if x.dim() < 1:
         raise ValueError(f"{op}: x must have at least 1 dimension, got {tuple(x.shape)}")
+    if op == "reduce_scatter_rows" and not x.dtype.is_floating_point:
+        raise TypeError(f"{op}: x must be floating, got {x.dtype}")
     checks.tensor(op, "counts_P", counts_P, 1, (torch.int64,))
     checks.on_cpu(op, "counts_P", counts_P)
     checks.same_size(
@@ -78,20 +88,10 @@ def _check(
             own, whole = whole, own
         if min(counts) < 0 or own > counts[comm.group_rank(group_name)] or whole < sum(counts):
             raise ValueError(
-                f"{op}: counts_P must not be negative, cover this rank's {own} rows and sum to at most {whole}, "
-                f"got {counts}"
+                f"{op}: counts_P must not be negative, cover this rank's {own} rows and sum "
+                f"to at most {whole}, got {counts}"
             )
     return tuple(x.shape[1:]), x.dtype, counts
-
-
-def _check_all_gather(*args: Any) -> tuple[object, ...]:
-    return _check("all_gather_rows", *args)
-
-
-def _check_reduce_scatter(x: torch.Tensor, *args: Any) -> tuple[object, ...]:
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"reduce_scatter_rows: x must be floating, got {x.dtype}")
-    return _check("reduce_scatter_rows", x, *args)
 
 
 def _all_gather_reference(
@@ -117,9 +117,7 @@ def _reduce_scatter_reference(
     return total.to(x.dtype)
 
 
-def _fake(
-    x: torch.Tensor, counts_P: torch.Tensor, num_rows: int, group_name: str
-) -> torch.Tensor:
+def _fake(x: torch.Tensor, counts_P: torch.Tensor, num_rows: int, group_name: str) -> torch.Tensor:
     return x.new_empty(num_rows, *x.shape[1:])
 
 
@@ -141,7 +139,7 @@ def _reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor
 
 _all_gather_rows = _library.define(
     "all_gather_rows(Tensor x, Tensor counts_P, SymInt num_rows, str group_name) -> Tensor",
-    check=_check_all_gather,
+    check=functools.partial(_check, "all_gather_rows"),
     reference=_all_gather_reference,
     fake=_fake,
     setup_context=_setup_context,
@@ -149,7 +147,7 @@ _all_gather_rows = _library.define(
 )
 _reduce_scatter_rows = _library.define(
     "reduce_scatter_rows(Tensor x, Tensor counts_P, SymInt num_rows, str group_name) -> Tensor",
-    check=_check_reduce_scatter,
+    check=functools.partial(_check, "reduce_scatter_rows"),
     reference=_reduce_scatter_reference,
     fake=_fake,
     setup_context=_setup_context,

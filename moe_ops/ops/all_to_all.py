@@ -1,9 +1,11 @@
 """Exchange chunks of rows between ranks, with sizes known on the host.
 
-Letters: P ranks. Chunk q of the rows goes to rank q; what comes back lies in rank order, then zeros.
+Letters: P ranks. Chunk q of the rows goes to rank q; what comes back lies in rank order, then
+zeros.
 
-    rank 0 of 2 holds 4 tokens' rows [a, b, c, d], send_P = [3, 1] (K = 2, E = 3: what experts 0, 1 | 2 need);
-    rank 1 holds [e], send_P = [0, 1]: rank 0 receives [a, b, c], recv_P = [3, 0]; rank 1 [d, e], recv_P = [1, 1]
+    rank 0 of 2 holds 4 tokens' rows [a, b, c, d] (K = 2, E = 3 or any other), send_P = [3, 1];
+    rank 1 holds [e], send_P = [0, 1]: rank 0 receives [a, b, c], recv_P = [3, 0]; rank 1 [d, e],
+    recv_P = [1, 1]
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def all_to_all(
     *,
     group: dist.ProcessGroup | str | None,
 ) -> torch.Tensor:
-    """Rows received [num_rows, ...]: rank 0's chunk for this rank, rank 1's, ..., then zeros. Collective.
+    """Rows received [num_rows, ...]: rank 0's chunk for this rank, rank 1's, ..., then zeros.
+    Collective.
 
     Args:
         rows: [N, ...], any dtype; the first send_P.sum() rows are sent, later ones are not read.
@@ -34,7 +37,8 @@ def all_to_all(
         num_rows: at least recv_P.sum().
 
     Raises:
-        TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank, device or size.
+        TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank, device or
+            size.
 
     Gradients: itself with send_P and recv_P swapped.
     """
@@ -62,8 +66,9 @@ def _check(
 def _check_counts(rows: torch.Tensor, send: list[int], receive: list[int], num_rows: int) -> None:
     if min(send + receive) < 0 or sum(send) > rows.shape[0] or sum(receive) > num_rows:
         raise ValueError(
-            f"all_to_all: send_P and recv_P must not be negative, nor sum to more than the {rows.shape[0]} rows given "
-            f"and the num_rows = {num_rows} wanted, got {send} and {receive}"
+            f"all_to_all: send_P and recv_P must not be negative, nor sum to more than the "
+            f"{rows.shape[0]} rows given and the num_rows = {num_rows} wanted, "
+            f"got {send} and {receive}"
         )
 
 
@@ -93,7 +98,8 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 _all_to_all = _library.define(
-    "all_to_all(Tensor rows, Tensor send_P, Tensor recv_P, SymInt num_rows, str group_name) -> Tensor",
+    "all_to_all(Tensor rows, Tensor send_P, Tensor recv_P, SymInt num_rows, str group_name)"
+    " -> Tensor",
     check=_check,
     reference=_reference,
     fake=_fake,

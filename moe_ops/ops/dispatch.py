@@ -1,13 +1,18 @@
-"""Send each token once to every rank that owns one of its experts, and sum what comes back: an adjoint pair.
+"""Send each token once to every rank that owns one of its experts, and sum what comes back: an
+adjoint pair.
 
-    dispatch: rows[d] = x[t] of the rank and token (s, t) that copy d comes from; weights where the expert is here
-    combine:  x[t] = sum over ranks q, in order, of rank q's rows[copy_of_token[t, q]], plus addend[t]
+    dispatch: rows[d] = x[t] of the rank and token (s, t) that copy d comes from; weights where the
+        expert is here
+    combine:  x[t] = sum over ranks q, in order, of rank q's rows[copy_of_token[t, q]], plus
+        addend[t]
 
-Letters: T tokens here, K top-k, P ranks, D copies held here, H hidden. `exchange_plan` makes the plan.
+Letters: T tokens here, K top-k, P ranks, D copies held here, H hidden. `exchange_plan` makes the
+plan.
 
-    P = 1, 4 tokens, K = 2, E = 3, ids_TK = [[2, 0], [0, 1], [2, -1], [0, 2]], x_TH = [[1], [2], [3], [4]]
-    dispatch -> rows_DH = x_TH, weights_DK = weights_TK with 0 at the -1; combine of those rows -> x_TH
-    (over P ranks each token comes back times the number of ranks it reached)
+    P = 1, 4 tokens, K = 2, E = 3, ids_TK = [[2, 0], [0, 1], [2, -1], [0, 2]],
+    x_TH = [[1], [2], [3], [4]]
+    dispatch -> rows_DH = x_TH, weights_DK = weights_TK with 0 at the -1; combine of those rows ->
+    x_TH (over P ranks each token comes back times the number of ranks it reached)
 """
 
 from __future__ import annotations
@@ -41,11 +46,12 @@ def dispatch(
         x_TH: [T, H], any floating dtype; H and dtype equal on all ranks.
         ids_TK: [T, K] int32 or int64; other planning arguments as in `exchange_plan`.
         weights_TK: [T, K] float32 (float64 with float64 x), or None.
-        wire: format on the wire, "full", "fp8" (e4m3, a scale per 128 values) or "fp8_pow2"; rows come back in x's
-            dtype, gradients always travel in full.
+        wire: format on the wire, "full", "fp8" (e4m3, a scale per 128 values) or "fp8_pow2"; rows
+            come back in x's dtype, gradients always travel in full.
 
     Returns:
-        rows_DH [D, H] in x's dtype, weights_DK [D, K] (0 where the expert is on another rank; [0] without weights).
+        rows_DH [D, H] in x's dtype, weights_DK [D, K] (0 where the expert is on another rank; [0]
+        without weights).
 
     Raises:
         TypeError, ValueError: on every rank; see `exchange_plan`.
@@ -74,7 +80,8 @@ def combine(
     weights_DK: torch.Tensor | None = None,
     addend_TH: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x_TH [T, H] in the rows' dtype and weights_TK [T, K] ([0] without weights). Collective over `group`.
+    """x_TH [T, H] in the rows' dtype and weights_TK [T, K] ([0] without weights). Collective over
+    `group`.
 
     Sums are taken in at least float32, in rank order, the addend last, with one cast at the end.
 
@@ -85,7 +92,8 @@ def combine(
         addend_TH: [T, H] in the rows' dtype, or None.
 
     Raises:
-        TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank, size or device.
+        TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank, size or
+            device.
 
     Gradients: `dispatch` on the same plan; of the addend the incoming one.
     """
@@ -202,7 +210,9 @@ def _combine_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plan = layout.Plan(*tensors)
     send, receive = (layout.read_splits(splits) for splits in plan.splits_4P[:2])
-    copy = layout.invert(layout.places_received(plan.source_of_copy_D2[:, 0], receive), sum(receive))
+    copy = layout.invert(
+        layout.places_received(plan.source_of_copy_D2[:, 0], receive), sum(receive)
+    )
     place_TP = layout.places_to_send(plan.copy_of_token_TP >= 0, send)
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -284,9 +294,7 @@ def _combine_backward(
 ) -> tuple[Any, ...]:
     plan = list(ctx.saved_tensors)
     grad_weights = grad_weights_TK if ctx.weighted else None
-    grad_rows_DH, grad_weights_DK = _dispatch(
-        grad_x_TH, grad_weights, plan, ctx.group_name, "full"
-    )
+    grad_rows_DH, grad_weights_DK = _dispatch(grad_x_TH, grad_weights, plan, ctx.group_name, "full")
     grad_addend_TH = grad_x_TH if ctx.added else None
     weights = grad_weights_DK if ctx.weighted else None
     return grad_rows_DH, weights, grad_addend_TH, [None] * len(plan), None

@@ -1,14 +1,17 @@
-"""Decide where every copy and row of an exchange lies: the one operator that looks at ids and reads sizes.
+"""Decide where every copy and row of an exchange lies: the one operator that looks at ids and reads
+sizes.
 
-A *copy* is a token received by a rank, one per (token, destination rank), sorted by (source rank, token); a *row* is
-a place in the buffer that a rank's copies are sorted into by (local expert, copy, k). `layout.Plan` names the tensors.
+A *copy* is a token received by a rank, one per (token, destination rank), sorted by (source rank,
+token); a *row* is a place in the buffer that a rank's copies are sorted into by (local expert,
+copy, k). `layout.Plan` names the tensors.
 
-Letters: T tokens here, K top-k, E experts, P ranks, L = E / P experts here, D copies held here, C rows held here.
+Letters: T tokens here, K top-k, E experts, P ranks, L = E / P experts here, D copies held here, C
+rows held here.
 
-    rank 0: ids_TK = [[2, 0], [0, 1], [2, -1], [0, 2]], rank 1: none; K = 2, E = 3 and P = 1 for rank 0 alone:
-    copy_of_token_TP = [[0], [1], [2], [3]], source_of_copy_D2 = [[0, 0], [0, 1], [0, 2], [0, 3]], ids_DK = ids_TK,
-    slot_of_row_C, row_of_slot_DK, offsets_L as in sort_slots, counts_PL = [[3, 1, 3]], overflow_2 = [0, 0],
-    splits_4P = [[4], [4], [7], [7]]
+    ids_TK = [[2, 0], [0, 1], [2, -1], [0, 2]] on the only rank: 4 tokens, K = 2, E = 3, P = 1
+    copy_of_token_TP = [[0], [1], [2], [3]], source_of_copy_D2 = [[0, 0], [0, 1], [0, 2], [0, 3]],
+    ids_DK = ids_TK, slot_of_row_C, row_of_slot_DK, offsets_L as in sort_slots (C = 7),
+    counts_PL = [[3, 1, 3]], overflow_2 = [0, 0], splits_4P = [[4], [4], [7], [7]]
 """
 
 from __future__ import annotations
@@ -33,20 +36,24 @@ def exchange_plan(
 ) -> layout.Plan:
     """The plan of an exchange; collective over `group`. T may differ by rank, zero included.
 
-    Exact mode (no capacities) reads all sizes from the device once, here. Capacity mode (both given) reads nothing:
-    copies and rows that do not fit are left out on both sides and counted in `overflow_2`.
+    Exact mode (no capacities) reads all sizes from the device once, here. Capacity mode (both
+    given) reads nothing: copies and rows that do not fit are left out on both sides and counted in
+    `overflow_2`.
 
     Args:
-        ids_TK: [T, K] int32 or int64 experts, -1 = none. A repeated expert counts as often as it occurs.
-        num_experts: E, a multiple of the group's size; rank r owns experts r * L .. (r + 1) * L - 1.
+        ids_TK: [T, K] int32 or int64 experts, -1 = none. A repeated expert counts as often as it
+            occurs.
+        num_experts: E, a multiple of the group's size; rank r owns experts r * L .. (r + 1) * L -
+            1.
         group: expert-parallel group, or None for this process alone.
-        max_tokens: most tokens a rank may hold, the same on all ranks; 0 = no bound (exact mode only).
+        max_tokens: most tokens a rank may hold, the same on all ranks; 0 = no bound (exact mode
+            only).
         copy_capacity, row_capacity: D and C, the same on all ranks.
 
     Raises:
-        TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank or value, more tokens than
-            max_tokens, settings that differ, or (exact mode) an id outside -1 .. E-1. In capacity mode such an id
-            fails a device-side assertion on every rank.
+        TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank or value, more
+            tokens than max_tokens, settings that differ, or (exact mode) an id outside -1 .. E-1.
+            In capacity mode such an id fails a device-side assertion on every rank.
     """
     tensors = _exchange_plan(
         ids_TK, num_experts, comm.group_name_of(group), max_tokens, copy_capacity, row_capacity
@@ -199,7 +206,9 @@ def _exchange_cards(
 def _arrivals(
     arrived_P: torch.Tensor, received_P: list[int], num_copies: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Source rank of each of D copies in order, and its place in the received chunks; -1 past the last."""
+    """Source rank of each of D copies in order, and its place in the received chunks; -1 past the
+    last.
+    """
     index_D = torch.arange(num_copies, device=arrived_P.device)
     source_D = torch.searchsorted(arrived_P.cumsum(0), index_D, right=True)
     source_D = torch.where(source_D < len(received_P), source_D, -1)

@@ -9,6 +9,8 @@ Letters: T tokens here, P ranks, G tokens of all ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -23,7 +25,8 @@ def gather_plan(
     max_tokens: int = 0,
     padded: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """counts_P [P] int64 on the CPU and rank_of_token_G [G] int32, for `all_gather_rows` and `reduce_scatter_rows`.
+    """counts_P [P] int64 on the CPU and rank_of_token_G [G] int32, for `all_gather_rows` and
+    `reduce_scatter_rows`.
 
     Collective over `group`, unless padded.
 
@@ -33,7 +36,8 @@ def gather_plan(
         padded: capacity mode: every rank counts as max_tokens tokens, nothing is exchanged or read.
 
     Raises:
-        TypeError, ValueError: on every rank, if T > max_tokens on one, or padded without max_tokens.
+        TypeError, ValueError: on every rank, if T > max_tokens on one, or padded without
+            max_tokens.
     """
     counts_P, rank_of_token_G = _gather_plan(x_TH, comm.group_name_of(group), max_tokens, padded)
     return counts_P, rank_of_token_G
@@ -78,7 +82,7 @@ def _fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_ranks = comm.group_size(group_name)
     if padded:
-        num_gathered = num_ranks * max_tokens
+        num_gathered: Any = num_ranks * max_tokens
     else:
         num_gathered = torch.library.get_ctx().new_dynamic_size()
         if max_tokens:

@@ -1,15 +1,18 @@
 """Add each expert's bias to its rows, optionally times the row's gate weight.
 
-    out[r] = rows[r] + bias[e] * row_weights[r] for the expert e that owns row r, zero past the last offset
+    out[r] = rows[r] + bias[e] * row_weights[r] for the expert e that owns row r, zero past the last
+    offset
 
 Letters: L experts here, C rows, O features, offsets_L inclusive ends of the experts' rows.
 
-    4 tokens, K = 2, E = 3 give offsets_L = [3, 4, 7] (see sort_slots); bias_LO = [[1], [2], [3]], zero rows,
+    4 tokens, K = 2, E = 3 give offsets_L = [3, 4, 7] (see sort_slots); zero rows,
+    bias_LO = [[1], [2], [3]],
     row_weights_C = [1, 1, 1, 1, 1, 1, 0.5, 0] -> [[1], [1], [1], [2], [3], [3], [1.5], [0]]
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,12 +26,14 @@ def grouped_bias(
     row_weights_C: torch.Tensor | None,
     offsets_L: torch.Tensor,
 ) -> torch.Tensor:
-    """[C, O] in the rows' dtype: rows plus their expert's bias (times their weight), taken in at least float32.
+    """[C, O] in the rows' dtype: rows plus their expert's bias (times their weight), taken in at
+    least float32.
 
     Under autocast a float `bias_LO` is cast to the rows' dtype first.
 
     Args:
-        rows_CO: [C, O]; bias_LO: [L, O], same dtype; row_weights_C: [C] float32 (float64 with float64 rows) or None.
+        rows_CO: [C, O]; bias_LO: [L, O], same dtype; row_weights_C: [C] float32 (float64 with
+            float64 rows) or None.
         offsets_L: [L] int32, inclusive ends.
 
     Raises:
@@ -42,24 +47,19 @@ def grouped_bias(
 
 
 def _check(
+    op: str,
     rows_CO: torch.Tensor,
     bias_LO: torch.Tensor,
     row_weights_C: torch.Tensor | None,
     offsets_L: torch.Tensor,
-    op: str = "grouped_bias",
 ) -> None:
     checks.tensor(op, "rows_CO", rows_CO, 2, checks.FLOATS)
     checks.tensor(op, "bias_LO", bias_LO, 2, (rows_CO.dtype,), like=rows_CO)
     checks.tensor(op, "offsets_L", offsets_L, 1, checks.INDICES, like=rows_CO)
+    checks.positive(op, "number of experts L", offsets_L.shape[0])
     checks.same_size(op, "rows_CO and bias_LO must share O", rows_CO.shape[1], bias_LO.shape[1])
-    checks.same_size(
-        op, "bias_LO and offsets_L must share L", bias_LO.shape[0], offsets_L.shape[0]
-    )
+    checks.same_size(op, "bias_LO and offsets_L must share L", bias_LO.shape[0], offsets_L.shape[0])
     checks.row_weights(op, row_weights_C, rows_CO)
-
-
-def _check_backward(*args: Any) -> None:
-    _check(*args, op="grouped_bias_backward")
 
 
 def _reference(
@@ -74,7 +74,7 @@ def _reference(
     bias_CO = bias_LO.to(sum_dtype)[expert_C.clamp(max=offsets_L.shape[0] - 1)]
     if row_weights_C is not None:
         bias_CO = bias_CO * row_weights_C[:, None]
-    return torch.where(inside_C1, rows_CO.to(sum_dtype) + bias_CO, 0).to(rows_CO.dtype)
+    return torch.where(inside_C1, rows_CO.to(sum_dtype) + bias_CO, 0).to(rows_CO.dtype).contiguous()
 
 
 def _fake(
@@ -140,8 +140,9 @@ def _backward(ctx: Any, grad_CO: torch.Tensor) -> tuple[torch.Tensor | None, ...
 
 
 _grouped_bias = _library.define(
-    "grouped_bias(Tensor rows_CO, Tensor bias_LO, Tensor? row_weights_C, Tensor offsets_L) -> Tensor",
-    check=_check,
+    "grouped_bias(Tensor rows_CO, Tensor bias_LO, Tensor? row_weights_C, Tensor offsets_L)"
+    " -> Tensor",
+    check=functools.partial(_check, "grouped_bias"),
     reference=_reference,
     fake=_fake,
     setup_context=_setup_context,
@@ -150,7 +151,7 @@ _grouped_bias = _library.define(
 _grouped_bias_backward = _library.define(
     "grouped_bias_backward(Tensor grad_CO, Tensor bias_LO, Tensor? row_weights_C, Tensor offsets_L)"
     " -> (Tensor grad_bias_LO, Tensor grad_row_weights_C)",
-    check=_check_backward,
+    check=functools.partial(_check, "grouped_bias_backward"),
     reference=_backward_reference,
     fake=_backward_fake,
 )

@@ -3,10 +3,12 @@
     grouped_mm:       c[r] = w[e] @ a[r] for the expert e that owns row r
     grouped_mm_wgrad: w[e] = sum over rows r of e of outer(g[r], a[r])
 
-Letters: L experts here, C rows, I and O in and out features, offsets_L inclusive ends of the experts' rows.
+Letters: L experts here, C rows, I and O in and out features, offsets_L inclusive ends of the
+experts' rows.
 
-    4 tokens, K = 2, E = 3 give offsets_L = [3, 4, 7] (see sort_slots); with I = O = 1, w_LOI = [[[1]], [[10]], [[100]]]
-    a_CI = [[1], [2], [4], [2], [1], [3], [4], [9]] -> c_CO = [[1], [2], [4], [20], [100], [300], [400], [0]]
+    4 tokens, K = 2, E = 3 give offsets_L = [3, 4, 7] (see sort_slots); I = O = 1,
+    w_LOI = [[[1]], [[10]], [[100]]], a_CI = [[1], [2], [4], [2], [1], [3], [4], [9]]
+    -> c_CO = [[1], [2], [4], [20], [100], [300], [400], [0]]
 """
 
 from __future__ import annotations
@@ -18,9 +20,7 @@ import torch
 from .. import _library, checks
 
 
-def grouped_mm(
-    a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor
-) -> torch.Tensor:
+def grouped_mm(a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
     """c_CO [C, O]: rows of expert e times w[e].T, zero past the last offset.
 
     Under autocast `a_CI` and `w_LOI` are cast to its dtype first, as nn.Linear's are.
@@ -46,16 +46,15 @@ def grouped_mm(
 def grouped_mm_wgrad(
     g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor
 ) -> torch.Tensor:
-    """w_LOI [L, O, I], contiguous, in g's dtype; zero for an expert without rows. Gradients: `grouped_mm` twice.
+    """w_LOI [L, O, I], contiguous, in g's dtype; zero for an expert without rows. Gradients:
+    `grouped_mm` twice.
 
     Arguments and errors mirror `grouped_mm`.
     """
     return _grouped_mm_wgrad(g_CO, a_CI, offsets_L)
 
 
-def _check_grouped_mm(
-    a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor
-) -> None:
+def _check_grouped_mm(a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor) -> None:
     op = "grouped_mm"
     checks.tensor(op, "a_CI", a_CI, 2, checks.FLOATS)
     checks.tensor(op, "w_LOI", w_LOI, 3, (a_CI.dtype,), like=a_CI)
@@ -127,9 +126,7 @@ def _grouped_mm_backward(ctx: Any, grad_CO: torch.Tensor) -> tuple[torch.Tensor 
     return grad_a_CI, grad_w_LOI, None
 
 
-def _grouped_mm_wgrad_backward(
-    ctx: Any, grad_LOI: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+def _grouped_mm_wgrad_backward(ctx: Any, grad_LOI: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     g_CO, a_CI, offsets_L = ctx.saved_tensors
     grad_g_CO = grad_a_CI = None
     if ctx.needs_input_grad[0]:

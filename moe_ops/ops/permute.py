@@ -1,4 +1,5 @@
-"""Copy tokens into expert-sorted rows and sum them back: permute is a gather, unpermute its adjoint gather-sum.
+"""Copy tokens into expert-sorted rows and sum them back: permute is a gather, unpermute its adjoint
+gather-sum.
 
     permute:   rows[r] = x[slot_of_row[r] // K] * weight of that slot
     unpermute: x[t] = sum over k, in order, of rows[row_of_slot[t, k]] * weights[t, k]
@@ -13,6 +14,7 @@ Letters: T tokens, K top-k, C rows, H hidden; slot = token * K + k; -1 = none, i
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ def permute(
     slot_of_row_C: torch.Tensor,
     row_of_slot_TK: torch.Tensor,
 ) -> torch.Tensor:
-    """rows_CH [C, H], in x's dtype: row r is the token of slot r, times its weight if weights are given.
+    """rows_CH [C, H], in x's dtype: row r is the token of slot r, times its weight if weights are
+    given.
 
     Args:
         x_TH: [T, H], any floating dtype.
@@ -47,7 +50,8 @@ def unpermute(
     slot_of_row_C: torch.Tensor,
     row_of_slot_TK: torch.Tensor,
 ) -> torch.Tensor:
-    """x_TH [T, H], in the rows' dtype: the sum of each token's rows in the order of k, taken in at least float32.
+    """x_TH [T, H], in the rows' dtype: the sum of each token's rows in the order of k, taken in at
+    least float32.
 
     Arguments, errors and gradients mirror `permute`.
     """
@@ -70,14 +74,6 @@ def _check(
     checks.same_size(op, f"{what} must be equally long", values.shape[0], owner.shape[0])
     if weights_TK is not None:
         checks.weights(op, weights_TK, row_of_slot_TK, like=values)
-
-
-def _check_permute(*args: Any) -> None:
-    _check("permute", *args)
-
-
-def _check_unpermute(*args: Any) -> None:
-    _check("unpermute", *args)
 
 
 def _permute_reference(
@@ -162,16 +158,18 @@ def _unpermute_backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor |
 
 
 _permute = _library.define(
-    "permute(Tensor x_TH, Tensor? weights_TK, Tensor slot_of_row_C, Tensor row_of_slot_TK) -> Tensor",
-    check=_check_permute,
+    "permute(Tensor x_TH, Tensor? weights_TK, Tensor slot_of_row_C, Tensor row_of_slot_TK)"
+    " -> Tensor",
+    check=functools.partial(_check, "permute"),
     reference=_permute_reference,
     fake=_permute_fake,
     setup_context=_setup_context,
     backward=_permute_backward,
 )
 _unpermute = _library.define(
-    "unpermute(Tensor rows_CH, Tensor? weights_TK, Tensor slot_of_row_C, Tensor row_of_slot_TK) -> Tensor",
-    check=_check_unpermute,
+    "unpermute(Tensor rows_CH, Tensor? weights_TK, Tensor slot_of_row_C, Tensor row_of_slot_TK)"
+    " -> Tensor",
+    check=functools.partial(_check, "unpermute"),
     reference=_unpermute_reference,
     fake=_unpermute_fake,
     setup_context=_setup_context,

@@ -1,4 +1,5 @@
-"""Dot product of each slot's row with its token: the gradient of the weights of permute and unpermute.
+"""Dot product of each slot's row with its token: the gradient of the weights of permute and
+unpermute.
 
     weights[t, k] = <rows[row_of_slot[t, k]], x[t]>, 0 where the slot has no row
 

@@ -1,9 +1,12 @@
-"""Reorder chunks of rows from (a, b)-major to (b, a)-major: what lies between an all-to-all and the experts.
+"""Reorder chunks of rows from (a, b)-major to (b, a)-major: what lies between an all-to-all and the
+experts.
 
-Letters: A x B chunks, chunk (a, b) has counts_AB[a, b] rows; rows past the last chunk are zero and not read.
+Letters: A x B chunks, chunk (a, b) has counts_AB[a, b] rows; rows past the last chunk are zero and
+not read.
 
-    4 tokens, K = 2, E = 3, seen by 2 ranks as counts_AB = [[1, 0, 2], [1, 1, 0]], rows = [a, b, c, d, e, 0]
-    -> [a, d, e, b, c, 0]          expert 0 of both ranks, expert 1, expert 2; the same with counts.T undoes it
+    slots of 4 tokens (K = 2, E = 3) from 2 ranks, counts_AB = [[1, 0, 2], [1, 1, 0]],
+    rows = [a, b, c, d, e, 0] -> [a, d, e, b, c, 0]: expert 0 of both ranks, expert 1, expert 2;
+    the same with counts_AB.T undoes it
 """
 
 from __future__ import annotations

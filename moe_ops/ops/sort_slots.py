@@ -24,19 +24,22 @@ def sort_slots(
     row_capacity: int | None = None,
     expert_capacity: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give every slot with an expert a row; within an expert rows keep slot order. Never reads the device.
+    """Give every slot with an expert a row; within an expert rows keep slot order. Never reads the
+    device.
 
     Args:
         ids_TK: [T, K] int32 or int64 experts; values outside 0 .. E-1 get no row.
         row_capacity: C; slots past it get no row. Default T * K.
-        expert_capacity: rows of each expert: expert e owns rows [e * c, (e + 1) * c) and C = E * c. Slots past an
-            expert's capacity get no row, unused rows have slot -1.
+        expert_capacity: rows of each expert: expert e owns rows [e * c, (e + 1) * c) and C = E * c.
+            Slots past an expert's capacity get no row, unused rows have slot -1.
 
     Returns:
-        slot_of_row_C [C], row_of_slot_TK [T, K], offsets_E [E] (inclusive ends of each expert's rows), int32.
+        slot_of_row_C [C], row_of_slot_TK [T, K], offsets_E [E] (inclusive ends of each expert's
+        rows), int32.
 
     Raises:
-        TypeError, ValueError: wrong dtype or rank, num_experts < 1, a negative capacity, or both capacities.
+        TypeError, ValueError: wrong dtype or rank, num_experts < 1, a negative capacity, or both
+            capacities.
     """
     return _sort_slots(ids_TK, num_experts, row_capacity, expert_capacity)
 
@@ -97,7 +100,8 @@ def _fake(
 
 
 _sort_slots = _library.define(
-    "sort_slots(Tensor ids_TK, int num_experts, SymInt? row_capacity=None, SymInt? expert_capacity=None)"
+    "sort_slots(Tensor ids_TK, int num_experts, SymInt? row_capacity=None, "
+    "SymInt? expert_capacity=None)"
     " -> (Tensor slot_of_row_C, Tensor row_of_slot_TK, Tensor offsets_E)",
     check=_check,
     reference=_reference,

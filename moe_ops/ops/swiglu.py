@@ -1,18 +1,22 @@
 """Gated activation between the two matmuls of an expert, times the row's gate weight.
 
-    gate, up = h[:, :F], h[:, F:]                      (limited first: gate <= limit, |up| <= limit)
-    silu: a = gate * sigmoid(alpha * gate) * (up + up_offset) * row_weight          SwiGLU, arXiv:2002.05202
-    gelu: a = gate * Phi(gate) * (up + up_offset) * row_weight                      GeGLU, exact (erf)
-    gpt-oss: act="silu", limit=7, alpha=1.702, up_offset=1                          arXiv:2508.10925
+    gate, up = h[:, :F], h[:, F:], limited first: gate <= limit, |up| <= limit
+    silu: a = gate * sigmoid(alpha * gate) * (up + up_offset) * row_weight
 
-Letters: C rows, F ffn, offsets_L inclusive ends of the experts' rows; rows past the last one are zero.
+SwiGLU and, with act="gelu" (gate * Phi(gate), exact), GeGLU: arXiv:2002.05202. gpt-oss: limit=7,
+alpha=1.702, up_offset=1 (arXiv:2508.10925).
 
-    4 tokens, K = 2, E = 3 give offsets_L = [3, 4, 7] (see sort_slots), C = 8; with F = 1 and row weights of 0.5,
-    each of the first 7 rows h = [2, 3] gives 2 * sigmoid(2) * 3 * 0.5 = 2.6424, the last row 0.
+Letters: C rows, F ffn, offsets_L inclusive ends of the experts' rows; rows past the last one are
+zero.
+
+    4 tokens, K = 2, E = 3 give offsets_L = [3, 4, 7] (see sort_slots), C = 8; with F = 1 and row
+    weights of 0.5, each of the first 7 rows h = [2, 3] gives 2 * sigmoid(2) * 3 * 0.5 = 2.6424, the
+    last row 0.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -37,10 +41,12 @@ def swiglu(
         row_weights_C: [C] float32 (float64 with float64 h), or None.
         offsets_L: [L] int32, inclusive ends.
         act: "silu" or "gelu"; alpha scales the sigmoid's argument and belongs to "silu".
-        limit: clamps the gate from above and the up half on both sides; no gradient passes where it does.
+        limit: clamps the gate from above and the up half on both sides; no gradient passes where it
+            does.
 
     Raises:
-        TypeError, ValueError: wrong dtype, rank, size or device, an unknown act, limit <= 0, or alpha with "gelu".
+        TypeError, ValueError: wrong dtype, rank, size or device, an unknown act, limit <= 0, or
+            alpha with "gelu".
 
     Gradients: `swiglu_backward`.
     """
@@ -48,6 +54,7 @@ def swiglu(
 
 
 def _check(
+    op: str,
     h_C2F: torch.Tensor,
     row_weights_C: torch.Tensor | None,
     offsets_L: torch.Tensor,
@@ -55,10 +62,10 @@ def _check(
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
-    op: str = "swiglu",
 ) -> None:
     checks.tensor(op, "h_C2F", h_C2F, 2, checks.FLOATS)
     checks.tensor(op, "offsets_L", offsets_L, 1, checks.INDICES, like=h_C2F)
+    checks.positive(op, "number of experts L", offsets_L.shape[0])
     checks.row_weights(op, row_weights_C, h_C2F)
     width = h_C2F.shape[1]
     checks.holds(op, width % 2 == 0, lambda: f"h_C2F must have an even width, got {width}")
@@ -71,11 +78,9 @@ def _check(
 
 def _check_backward(grad_CF: torch.Tensor, h_C2F: torch.Tensor, *args: Any) -> None:
     op = "swiglu_backward"
-    _check(h_C2F, *args, op=op)
+    _check(op, h_C2F, *args)
     checks.tensor(op, "grad_CF", grad_CF, 2, (h_C2F.dtype,), like=h_C2F)
-    checks.same_size(
-        op, "grad_CF and h_C2F must be equally long", grad_CF.shape[0], h_C2F.shape[0]
-    )
+    checks.same_size(op, "grad_CF and h_C2F must be equally long", grad_CF.shape[0], h_C2F.shape[0])
     checks.same_size(
         op, "h_C2F must be twice as wide as grad_CF", h_C2F.shape[1], 2 * grad_CF.shape[1]
     )
@@ -96,7 +101,9 @@ def _gate_and_slope(
 def _halves(
     h_C2F: torch.Tensor, offsets_L: torch.Tensor, limit: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gate and up in the accumulate dtype, zero in the tail, and where `limit` leaves each of them alone."""
+    """gate and up in the accumulate dtype, zero in the tail, and where `limit` leaves each of them
+    alone.
+    """
     inside_C1 = (torch.arange(h_C2F.shape[0], device=h_C2F.device) < offsets_L[-1])[:, None]
     h_C2F = torch.where(inside_C1, h_C2F.to(layout.accumulate_dtype(h_C2F.dtype)), 0)
     gate, up = h_C2F.chunk(2, dim=1)
@@ -121,7 +128,7 @@ def _reference(
     if row_weights_C is not None:
         inside_C = torch.arange(h_C2F.shape[0], device=h_C2F.device) < offsets_L[-1]
         a_CF = a_CF * torch.where(inside_C, row_weights_C, 0)[:, None]
-    return a_CF.to(h_C2F.dtype)
+    return a_CF.to(h_C2F.dtype).contiguous()
 
 
 def _fake(
@@ -193,7 +200,7 @@ def _backward(ctx: Any, grad_CF: torch.Tensor) -> tuple[torch.Tensor | None, ...
 _OPTIONS = 'str act="silu", float? limit=None, float alpha=1.0, float up_offset=0.0'
 _swiglu = _library.define(
     f"swiglu(Tensor h_C2F, Tensor? row_weights_C, Tensor offsets_L, {_OPTIONS}) -> Tensor a_CF",
-    check=_check,
+    check=functools.partial(_check, "swiglu"),
     reference=_reference,
     fake=_fake,
     setup_context=_setup_context,

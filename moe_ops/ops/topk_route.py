@@ -1,18 +1,20 @@
 """Choose each token's top-k experts and their gate weights.
 
     scores  = softmax over experts, sigmoid, or sqrt(softplus) of the logits
-    ids     = top-k of scores + bias, of the experts in the best groups; without a bias of the logits themselves,
-              which order alike and do not underflow. Ties: lowest index.
+    ids     = top-k of scores + bias, of the experts in the best groups; without a bias of the
+              logits themselves, which order alike and do not underflow. Ties: lowest index.
     weights = scale * score of the choice, divided by (their sum + 1e-20) if normalize and K > 1
 
 Letters: T tokens, K top-k, E experts; -1 = none, its weight is 0.
 
     logits_TE = [[0, 1, 3], [2, 2, 0], [1, 0, 4], [5, 0, 5]], K = 2, softmax, normalize
-    -> ids_TK [[2, 1], [0, 1], [2, 0], [0, 2]], weights_TK [[.881, .119], [.5, .5], [.953, .047], [.5, .5]]
+    -> ids_TK [[2, 1], [0, 1], [2, 0], [0, 2]], weights_TK [[.881, .119], [.5, .5], [.953, .047],
+    [.5, .5]]
 
-Gradients reach the chosen experts only, except with score_first and not normalize, where the softmax gives every
-expert one. With one choice and a softmax over it (score_first=False, K = 1) the weight is 1 and the gradient 0: use
-score_first=True. Group-limited routing and the bias for selection: arXiv:2412.19437, section 2.1.2.
+Gradients reach the chosen experts only, except with score_first and not normalize, where the
+softmax gives every expert one. With one choice and a softmax over it (score_first=False, K = 1) the
+weight is 1 and the gradient 0: use score_first=True. Group-limited routing and the bias for
+selection: arXiv:2412.19437, section 2.1.2.
 """
 
 from __future__ import annotations
@@ -48,12 +50,16 @@ def topk_route(
         bias_E: [E] floating, added to the scores for selection and group scores only.
         ids_TK: [T, K] int32 or int64: replay this choice (-1 = none) instead of selecting.
         mask_T: [T] bool; False gives ids -1 and weights 0.
-        score: "softmax", "sigmoid" or "sqrtsoftplus"; `score_first`: softmax over all experts, not over the chosen.
-        num_groups, top_groups: experts form `num_groups` equal runs; only the `top_groups` best are eligible.
-        group_score_top: a group's score is the sum of this many best scores; 0 = max(top_k // top_groups, 1).
+        score: "softmax", "sigmoid" or "sqrtsoftplus"; `score_first`: softmax over all experts, not
+            over the chosen.
+        num_groups, top_groups: experts form `num_groups` equal runs; only the `top_groups` best are
+            eligible.
+        group_score_top: a group's score is the sum of this many best scores; 0 = max(top_k //
+            top_groups, 1).
 
     Raises:
-        TypeError, ValueError: wrong dtype, rank, size or device, K > E, unknown score, impossible groups.
+        TypeError, ValueError: wrong dtype, rank, size or device, K > E, unknown score, impossible
+            groups.
     """
     return _topk_route(
         logits_TE,
@@ -110,7 +116,8 @@ def _check(
     group_size = num_experts // num_groups
     if top_k > top_groups * group_size:
         raise ValueError(
-            f"{op}: top_k must fit into the {top_groups * group_size} experts of top_groups, got {top_k}"
+            f"{op}: top_k must fit into the {top_groups * group_size} experts of "
+            f"top_groups, got {top_k}"
         )
     if not 0 <= group_score_top <= group_size:
         raise ValueError(
@@ -127,7 +134,9 @@ def _scores(logits: torch.Tensor, score: str) -> torch.Tensor:
 
 
 def _first_of_largest(values: torch.Tensor, number: int) -> torch.Tensor:
-    """Indices of the `number` largest along the last dimension, the lowest index first among equals."""
+    """Indices of the `number` largest along the last dimension, the lowest index first among
+    equals.
+    """
     return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :number]
 
 
@@ -198,13 +207,15 @@ def _reference(
         )
     else:
         outside = ((ids_TK < -1) | (ids_TK >= num_experts)).any()
-        torch._assert_async(~outside, f"topk_route: ids_TK must be in -1 .. E-1 = {num_experts - 1}")
+        torch._assert_async(
+            ~outside, f"topk_route: ids_TK must be in -1 .. E-1 = {num_experts - 1}"
+        )
     if mask_T is not None:
         ids_TK = torch.where(mask_T[:, None], ids_TK, -1)
     weights_TK = _chosen_scores(logits_TE, ids_TK, score, score_first)
     if normalize and top_k > 1:
         weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
-    return weights_TK * scale, ids_TK.to(torch.int32, copy=True)
+    return (weights_TK * scale).contiguous(), ids_TK.to(torch.int32, copy=True).contiguous()
 
 
 def _fake(
@@ -254,8 +265,11 @@ def _backward_reference(
     else:
         chosen = logits.gather(1, index_TK)
         sigmoid = chosen.sigmoid()
-        # d sqrt(softplus(z)) = sigmoid(z) / (2 sqrt(softplus(z)))
-        slope = sigmoid * (1 - sigmoid) if score == "sigmoid" else sigmoid / (2 * scores_TK)
+        if score == "sigmoid":
+            slope = sigmoid * (1 - sigmoid)
+        else:
+            # d sqrt(softplus(z)) = sigmoid(z) / (2 sqrt(softplus(z))), 0 where both underflow.
+            slope = torch.where(scores_TK > 0, sigmoid / (2 * scores_TK), 0)
         grad_chosen_TK = grad_scores_TK * slope
     grad_chosen_TK = torch.where(held_TK, grad_chosen_TK, 0)
     grad_TE = torch.zeros_like(logits)
@@ -288,8 +302,9 @@ def _backward(ctx: Any, grad_TK: torch.Tensor, _: Any) -> tuple[torch.Tensor | N
 
 _topk_route = _library.define(
     "topk_route(Tensor logits_TE, Tensor? bias_E, Tensor? ids_TK, Tensor? mask_T, int top_k, "
-    'str score="softmax", bool score_first=True, bool normalize=True, float scale=1.0, int num_groups=1, '
-    "int top_groups=1, int group_score_top=0) -> (Tensor weights_TK, Tensor ids_TK)",
+    'str score="softmax", bool score_first=True, bool normalize=True, float scale=1.0, '
+    "int num_groups=1, int top_groups=1, int group_score_top=0)"
+    " -> (Tensor weights_TK, Tensor ids_TK)",
     check=_check,
     reference=_reference,
     fake=_fake,
@@ -297,8 +312,8 @@ _topk_route = _library.define(
     backward=_backward,
 )
 _topk_route_backward = _library.define(
-    "topk_route_backward(Tensor grad_TK, Tensor logits_TE, Tensor ids_TK, str score, bool score_first, "
-    "bool normalize, float scale) -> Tensor grad_logits_TE",
+    "topk_route_backward(Tensor grad_TK, Tensor logits_TE, Tensor ids_TK, str score, "
+    "bool score_first, bool normalize, float scale) -> Tensor grad_logits_TE",
     check=_check_backward,
     reference=_backward_reference,
     fake=_backward_fake,

@@ -261,6 +261,8 @@ def test_router_replays(option: str) -> None:
     assert torch.equal(again.weights_TK[whole], first.weights_TK[whole])
     if first.dropped.item() == 0:
         torch.testing.assert_close(again.losses, first.losses)
+    crowded = torch.zeros_like(first.ids_TK)
+    assert torch.equal(made(x, ids_TK=crowded).ids_TK, crowded)
 
 
 def recomputed(made: Router, x: torch.Tensor, reentrant: bool) -> torch.Tensor:

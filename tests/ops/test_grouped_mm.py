@@ -229,5 +229,5 @@ def test_grouped_mm_rejects_bad_input(changes, error, message) -> None:
 def test_grouped_mm_wgrad_rejects_bad_input() -> None:
     with pytest.raises(ValueError, match="grouped_mm_wgrad: g_CO and a_CI must share C, got 5"):
         moe_ops.grouped_mm_wgrad(torch.ones(5, 2), torch.ones(4, 3), OFFSETS)
-    with pytest.raises(TypeError, match="grouped_mm_wgrad: a_CI must be torch.float32, got"):
+    with pytest.raises(TypeError, match="grouped_mm_wgrad: a_CI must be"):
         moe_ops.grouped_mm_wgrad(torch.ones(5, 2), torch.ones(5, 3).half(), OFFSETS)

@@ -236,9 +236,8 @@ ONE_WEIGHT_A_SLOT = "weights_TK must have one weight a slot, got 3 and 2"
     ("changes", "error", "message"),
     [
         ({"x_TH": torch.ones(2, 3).int()}, TypeError, "x_TH must be .*, got torch.int32"),
-        ({"x_TH": [1.0]}, TypeError, "x_TH must be a tensor, got list"),
         ({"x_TH": torch.ones(2)}, ValueError, r"x_TH must have 2 dimensions, got shape \(2,\)"),
-        ({"x_TH": torch.ones(3, 3)}, ValueError, "row_of_slot_TK must be equally long, got 3 and 2"),
+        ({"x_TH": torch.ones(3, 3)}, ValueError, "must be equally long, got 3 and 2"),
         ({"slot_of_row_C": SLOTS.long()}, TypeError, "slot_of_row_C must be .*, got torch.int64"),
         ({"slot_of_row_C": ROWS}, ValueError, "slot_of_row_C must have 1 dimensions, got shape"),
         ({"row_of_slot_TK": SLOTS}, ValueError, "row_of_slot_TK must have 2 dimensions, got shape"),

@@ -63,9 +63,7 @@ def test_sort_slots_matches_reference(
     num_tokens, top_k, num_experts, skew, none_fraction, dtype, capacity, per_expert, seed
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    ids_TK = make_ids(
-        num_tokens, top_k, num_experts, skew, none_fraction, generator, dtype=dtype
-    )
+    ids_TK = make_ids(num_tokens, top_k, num_experts, skew, none_fraction, generator, dtype=dtype)
     name = "expert_capacity" if per_expert else "row_capacity"
     check(ids_TK, num_experts, **{name: capacity})
 

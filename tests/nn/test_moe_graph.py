@@ -1,0 +1,196 @@
+"""The layer as the compiler sees it: graphs, recompiles, syncs, export, checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from moe_ops.nn import MoE, MoEConfig
+from moe_ops.testing import assert_close
+from tests.nn.layers import capacity_fields, inputs_of_rank, make_config, make_layer
+from tests.ranks import run_on_ranks
+
+DISPATCHERS = ("flex", "alltoall", "allgather")
+MODES = {"exact": {}, "capacity": capacity_fields(64)}
+BALANCED = {"balancing": ("aux", "global_aux"), "aux_loss_coeff": 1e-2, "z_loss_coeff": 1e-3}
+
+
+class Graphs:
+    """A backend that keeps the operators of each forward and backward graph."""
+
+    def __init__(self) -> None:
+        self.forward: list[list[str]] = []
+        self.backward: list[list[str]] = []
+        self.backend = aot_autograd(
+            fw_compiler=self._keep(self.forward), bw_compiler=self._keep(self.backward)
+        )
+
+    def _keep(self, graphs: list[list[str]]) -> Any:
+        def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            targets = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+            graphs.append([t.split(".")[1] for t in targets if t.startswith("moe_ops.")])
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+
+def _step(layer: Any, moe: MoE, x: torch.Tensor, grad: torch.Tensor, ids: Any = None) -> Any:
+    x = x.detach().requires_grad_()
+    y = layer(x, router_ids=ids)
+    torch.autograd.backward([y, *moe.losses.values()], [grad, *[None] * len(moe.losses)])
+    grads = [p.grad.clone() for p in moe.parameters()]
+    moe.zero_grad()
+    return [y.detach(), x.grad, *grads]
+
+
+def _graphs_over_batches(rank: int, config: MoEConfig, backend: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    moe = make_layer(config, dist.group.WORLD, torch.float32)
+    eager = make_layer(config, dist.group.WORLD, torch.float32)
+    compiled = torch.compile(moe, fullgraph=True, backend=backend)
+    for num_tokens in (16, 24, 32):
+        x, grad, _ = inputs_of_rank(rank, num_tokens, config, torch.float32)
+        actual = _step(compiled, moe, x, grad)
+        expected = _step(eager, eager, x, grad)
+        for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            assert_close(f"{num_tokens} tokens, tensor {index}", a, e.double(), e)
+    assert counters["stats"]["unique_graphs"] <= 2, counters["stats"]
+    before = counters["stats"]["unique_graphs"]
+    for seed in range(5):
+        x, grad, _ = inputs_of_rank(rank + 10 * seed, 32, config, torch.float32)
+        _step(compiled, moe, x, grad)
+    assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_moe_needs_two_graphs_at_most(dispatcher: str, mode: str) -> None:
+    config = make_config(BALANCED, dispatcher=dispatcher, shared_ffn_hidden_size=4, **MODES[mode])
+    run_on_ranks(2, _graphs_over_batches, config, "aot_eager")
+
+
+@pytest.mark.dist
+def test_moe_needs_two_graphs_at_most_with_inductor() -> None:
+    config = make_config(BALANCED, shared_ffn_hidden_size=4)
+    run_on_ranks(2, _graphs_over_batches, config, "inductor", timeout_s=300)
+
+
+def _backward_graph(rank: int, config: MoEConfig) -> None:
+    torch._dynamo.reset()
+    graphs = Graphs()
+    moe = make_layer(config, dist.group.WORLD, torch.float32)
+    compiled = torch.compile(moe, fullgraph=True, backend=graphs.backend, dynamic=True)
+    x, grad, _ = inputs_of_rank(rank, 16, config, torch.float32)
+    _step(compiled, moe, x, grad)
+    assert len(graphs.forward) == len(graphs.backward) == 1
+    plain = ["dispatch", "permute", "grouped_mm", "grouped_mm_wgrad", "swiglu_backward"]
+    plain += ["grouped_mm", "grouped_mm_wgrad", "unpermute", "unpermute", "combine"]
+    router = ["topk_route_backward"]
+    assert sorted(graphs.backward[0]) == sorted(plain + router), graphs.backward
+    exchanges = [op for op in graphs.backward[0] if op in ("dispatch", "combine")]
+    assert exchanges == ["dispatch", "combine"]
+
+
+@pytest.mark.dist
+def test_moe_backward_graph_is_the_plain_one() -> None:
+    run_on_ranks(2, _backward_graph, make_config())
+
+
+def _sizes_read(rank: int, config: MoEConfig) -> int:
+    """How often forward and backward read a number from a tensor."""
+    moe = make_layer(config, dist.group.WORLD, torch.float32)
+    x, grad, _ = inputs_of_rank(rank, 16, config, torch.float32)
+    reads = []
+    saved = {
+        name: getattr(torch.Tensor, name) for name in ("item", "tolist", "nonzero", "__bool__")
+    }
+
+    def recording(name: str) -> Any:
+        def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            reads.append(name)
+            return saved[name](self, *args, **kwargs)
+
+        return method
+
+    for name in saved:
+        setattr(torch.Tensor, name, recording(name))
+    try:
+        _step(moe, moe, x, grad)
+    finally:
+        for name, method in saved.items():
+            setattr(torch.Tensor, name, method)
+    return len(reads)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_moe_reads_sizes_once_in_exact_mode_and_never_in_capacity_mode(dispatcher: str) -> None:
+    exact = make_config(BALANCED, dispatcher=dispatcher)
+    assert run_on_ranks(2, _sizes_read, exact) == [1, 1]
+    capacity = make_config(BALANCED, dispatcher=dispatcher, **MODES["capacity"])
+    assert run_on_ranks(2, _sizes_read, capacity) == [0, 0]
+    padded = {**BALANCED, "expert_capacity_factor": 1.0, "pad_to_capacity": True}
+    limited = make_config(padded, dispatcher=dispatcher, **MODES["capacity"])
+    assert run_on_ranks(2, _sizes_read, limited) == [0, 0]
+
+
+def _export(rank: int, config: MoEConfig, strict: bool) -> None:
+    group = dist.group.WORLD
+    moe = make_layer(config, group, torch.float32).eval()
+    x, _, _ = inputs_of_rank(rank, 16, config, torch.float32)
+    tokens = torch.export.Dim("T", min=2, max=64)
+    program = torch.export.export(moe, (x,), dynamic_shapes={"x": {0: tokens}}, strict=strict)
+    for num_tokens in (16, 24, 5):
+        x, _, _ = inputs_of_rank(rank, num_tokens, config, torch.float32)
+        assert torch.equal(program.module()(x), moe(x))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strict", [True, False], ids=("strict", "non-strict"))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_moe_exports(dispatcher: str, mode: str, strict: bool) -> None:
+    run_on_ranks(2, _export, make_config(dispatcher=dispatcher, **MODES[mode]), strict)
+
+
+def _checkpointed(rank: int, config: MoEConfig, backend: str | None) -> None:
+    torch._dynamo.reset()
+    plain = make_layer(config, dist.group.WORLD, torch.float32)
+    saving = make_layer(config, dist.group.WORLD, torch.float32)
+    x, grad, _ = inputs_of_rank(rank, 16, config, torch.float32)
+
+    def layer(x: torch.Tensor, router_ids: Any = None) -> torch.Tensor:
+        return checkpoint(saving, x, router_ids=router_ids, use_reentrant=False)
+
+    step = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
+    expected = _step(plain, plain, x, grad)
+    for index, (a, e) in enumerate(zip(_step(step, saving, x, grad), expected, strict=True)):
+        assert_close(f"tensor {index}", a, e.double(), e)
+    assert torch.equal(saving.router.tokens_per_expert, plain.router.tokens_per_expert)
+
+
+@pytest.mark.dist
+def test_moe_recomputes_under_checkpoint_with_equal_counts() -> None:
+    run_on_ranks(2, _checkpointed, make_config(), None)
+
+
+def _same_bits(rank: int, config: MoEConfig) -> None:
+    moe = make_layer(config, dist.group.WORLD, torch.bfloat16)
+    x, grad, _ = inputs_of_rank(rank, 33, config, torch.bfloat16)
+    first, second = (_step(moe, moe, x, grad) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_moe_gives_the_same_bits_twice(dispatcher: str) -> None:
+    run_on_ranks(2, _same_bits, make_config(BALANCED, dispatcher=dispatcher))
