@@ -133,11 +133,21 @@ def counting_sort(
     )
 
 
+def _starts(counts: list[int], device: torch.device) -> torch.Tensor:
+    """Where chunks of these sizes start. Equal ones, as in capacity mode, are not copied to the device:
+
+    such a copy waits for it and cannot be captured in a CUDA graph.
+    """
+    if len(set(counts)) == 1:
+        return torch.arange(len(counts), device=device) * counts[0]
+    return starts_of(torch.tensor(counts)).to(device)
+
+
 def places_to_send(sent_TP: torch.Tensor, send_P: list[int]) -> torch.Tensor:
     """Place of each token's copy in the buffer sent to each rank, whose chunks have `send_P` rows.
     [T, P], -1 none.
     """
-    starts_P = starts_of(torch.tensor(send_P, device=sent_TP.device))
+    starts_P = _starts(send_P, sent_TP.device)
     return torch.where(sent_TP, starts_P + sent_TP.cumsum(0) - 1, -1)
 
 
@@ -145,7 +155,6 @@ def places_received(source_D: torch.Tensor, receive_P: list[int]) -> torch.Tenso
     """Place of each copy, sorted by source rank, in received chunks of `receive_P` rows. [D], -1
     none.
     """
-    starts_P = starts_of(torch.tensor(receive_P, device=source_D.device))
-    shift_P = starts_P - starts_of(count(source_D, len(receive_P)))
+    shift_P = _starts(receive_P, source_D.device) - starts_of(count(source_D, len(receive_P)))
     index_D = torch.arange(source_D.shape[0], device=source_D.device)
     return torch.where(source_D >= 0, index_D + shift_P[source_D.clamp(min=0).long()], -1)

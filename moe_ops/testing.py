@@ -68,10 +68,11 @@ def moe_oracle(
         bias13: [E, 2F or F]; bias2: [E, H].
         activation: one of `ACTIVATIONS`.
     """
-    parts = (x_TH, weights_TK, w13, w2, bias13, bias2)
-    x, weights, w13, w2, bias13, bias2 = (None if t is None else t.double() for t in parts)
-    nothing_H = sum(t.sum() * 0 for t in (x, weights, w13, w2, bias13, bias2) if t is not None)
-    nothing_H = nothing_H + x.new_zeros(x.shape[1])
+    x, weights, w13, w2 = (t.double() for t in (x_TH, weights_TK, w13, w2))
+    bias13, bias2 = (None if t is None else t.double() for t in (bias13, bias2))
+    nothing_H = x.new_zeros(x.shape[1])
+    for part in (x, weights, w13, w2, bias13, bias2):
+        nothing_H = nothing_H if part is None else nothing_H + 0 * part.sum()
     outputs = []
     for token, experts in enumerate(ids_TK.tolist()):
         y_H = nothing_H

@@ -24,6 +24,23 @@ def all_to_all_rows(
     return received
 
 
+def check_pairs(op: str, send: list[int], receive: list[int], group_name: str) -> None:
+    """Raise on every rank unless each receives exactly the rows that the others send it.
+
+    gloo would abort the process for too few and leave memory unwritten for too many. With NCCL
+    reading the answer would wait for the device, so nothing is checked.
+    """
+    if not group_name or dist.get_backend(resolve(group_name)) != "gloo":
+        return
+    counts_P2P = all_gather(torch.tensor([send, receive]), group_name)
+    sent_PP, received_PP = counts_P2P[:, 0], counts_P2P[:, 1]
+    if not torch.equal(sent_PP, received_PP.mT):
+        raise ValueError(
+            f"{op}: what rank r sends to rank q must be what q receives from r, got rows to send "
+            f"{sent_PP.tolist()} and to receive {received_PP.tolist()}, a list a rank"
+        )
+
+
 def all_gather(values: torch.Tensor, group_name: str) -> torch.Tensor:
     """Stack the equally shaped `values` of all ranks: [P, ...]."""
     if not group_name:

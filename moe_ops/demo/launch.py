@@ -29,6 +29,9 @@ SMALLEST_EXPERT_GAIN = 0.1
 # Compiled and eager float32 sums differ in order only.
 LARGEST_COMPILE_DIFFERENCE = 1e-3
 LARGEST_RELOAD_DIFFERENCE = 1e-6
+STOPPING = """
+stopping when this step is done and saved (a first step compiles, up to a minute);
+Ctrl-C again stops at once and keeps the last checkpoint"""
 FAILED = 1
 INTERRUPTED = 130
 
@@ -133,7 +136,7 @@ def _train(settings: Settings, resume_from: Path | None) -> bool:
         while not workers.join(timeout=0.2):
             if interrupts.count and not stop.is_set():
                 stop.set()
-                print("\nstopping after this step; once more to stop now", file=sys.stderr)
+                print(STOPPING, file=sys.stderr)
             if interrupts.count > 1:
                 for process in workers.processes:
                     process.kill()

@@ -15,7 +15,7 @@ from .. import checks, comm
 from .config import MoEConfig
 from .dispatchers import make_dispatcher
 from .experts import Experts, SharedExperts
-from .router import Router
+from .router import Router, in_backward
 
 
 class MoE(nn.Module):
@@ -145,9 +145,11 @@ class MoE(nn.Module):
         )
         rows_CH = self.experts(dispatched.rows_CH, dispatched.row_weights_C, dispatched.offsets_L)
         out_TH = dispatched.combine(rows_CH, shared_TH)
-        if not torch.compiler.is_exporting():
-            self.losses, self.ids_TK = routing.losses, routing.ids_TK
-        if dispatched.overflow_2 is not None:
+        self.losses = routing.losses
+        # NOTE: torch.export takes no tensor attribute, and torch 2.11 cannot tell it from compile.
+        inference_graph = torch.compiler.is_compiling() and not self.training
+        self.ids_TK = None if inference_graph else routing.chosen_TK
+        if dispatched.overflow_2 is not None and not in_backward():
             self.overflow_2.add_(dispatched.overflow_2)
         return out_TH.reshape(x.shape)
 

@@ -33,6 +33,7 @@ class Routing:
 
     `weights_TK` [T, K] f32 (f64 if the tokens are), `ids_TK` [T, K] i32: as from `topk_route`;
         choices dropped for capacity are id -1, weight 0.
+    `chosen_TK` [T, K] i32: the choice before any was dropped, which a replay needs.
     `losses`: scalars by name ("aux", "seq_aux", "global_aux", "z"), coefficients included; add them
         to the loss. Empty in eval mode.
     `expert_capacity`: most choices an expert may hold; None = no limit.
@@ -41,6 +42,7 @@ class Routing:
 
     weights_TK: torch.Tensor
     ids_TK: torch.Tensor
+    chosen_TK: torch.Tensor
     losses: dict[str, torch.Tensor]
     expert_capacity: int | None
     dropped: torch.Tensor
@@ -140,9 +142,8 @@ class Router(torch.nn.Module):
                 another.
             mask_T: [T] bool; False = padding: not routed or counted, in no loss, and takes no
                 capacity. Its values must be finite.
-            ids_TK: [T, K] experts of an earlier routing, used as they are: nothing is selected,
-                dropped or counted. A choice dropped there (-1) has no part in normalised weights
-                here.
+            ids_TK: [T, K] `chosen_TK` of an earlier routing (-1 = none) instead of a selection;
+                weights, losses and drops follow as usual, nothing is counted again.
 
         Raises:
             TypeError, ValueError: wrong dtype, rank, size or device.
@@ -155,21 +156,21 @@ class Router(torch.nn.Module):
         config, replay = self.config, ids_TK is not None
         with _without_autocast(x_TH.device.type):
             logits_TE = self._logits(x_TH)
-            weights_TK, ids_TK = self._choose(logits_TE, ids_TK, mask_T)
-            losses = self._losses(logits_TE, ids_TK, mask_T, num_sequences)
+            weights_TK, chosen_TK = self._choose(logits_TE, ids_TK, mask_T)
+            losses = self._losses(logits_TE, chosen_TK, mask_T, num_sequences)
             capacity = self._expert_capacity(x_TH.shape[0])
-            chosen_TK, dropped = ids_TK, torch.zeros_like(self.dropped)
-            if capacity is not None and not replay:
+            ids_TK, dropped = chosen_TK, torch.zeros_like(self.dropped)
+            if capacity is not None:
                 weights_TK, ids_TK, dropped = balancing.drop_over_capacity(
                     weights_TK,
-                    ids_TK,
+                    chosen_TK,
                     self.num_experts,
                     expert_capacity=capacity,
                     policy=config.drop_policy,
                 )
-            if self.training and not replay and not _in_backward():
+            if self.training and not replay and not in_backward():
                 self._count(chosen_TK, dropped)
-        return Routing(weights_TK, ids_TK, losses, capacity, dropped)
+        return Routing(weights_TK, ids_TK, chosen_TK, losses, capacity, dropped)
 
     def _logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         dtype = layout.accumulate_dtype(x_TH.dtype)
@@ -311,7 +312,7 @@ def _ratio(factor: float | None) -> tuple[int, int] | None:
     return max(exact, fractions.Fraction(1, _MAX_DENOMINATOR)).as_integer_ratio()
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether a backward pass runs, so that a forward is activation checkpointing's second one.
 
     A compiled forward cannot ask. With the checkpoint inside the compiled region nothing is counted
@@ -322,6 +323,6 @@ def _in_backward() -> bool:
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    if not torch.amp.is_autocast_available(device_type):
+    if device_type == "meta":
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _library, checks, comm, layout
-from ..comm.collectives import all_to_all_rows
+from ..comm.collectives import all_to_all_rows, check_pairs
 
 
 def all_to_all(
@@ -76,6 +76,7 @@ def _reference(
     rows: torch.Tensor, send_P: torch.Tensor, recv_P: torch.Tensor, num_rows: int, group_name: str
 ) -> torch.Tensor:
     send, receive = layout.read_splits(send_P), layout.read_splits(recv_P)
+    check_pairs("all_to_all", send, receive, group_name)
     received = all_to_all_rows(rows[: sum(send)], send, receive, group_name)
     return torch.cat([received, rows.new_zeros(num_rows - sum(receive), *rows.shape[1:])])
 

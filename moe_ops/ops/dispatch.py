@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from .. import _library, checks, comm, layout
 from ..comm import wire as wire_formats
-from ..comm.collectives import all_to_all_rows
+from ..comm.collectives import all_to_all_rows, check_pairs
 from .exchange_plan import exchange_plan
 
 
@@ -179,6 +179,7 @@ def _dispatch_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plan = layout.Plan(*tensors)
     send, receive = (layout.read_splits(splits) for splits in plan.splits_4P[:2])
+    check_pairs("dispatch", send, receive, group_name)
     place_D = layout.places_received(plan.source_of_copy_D2[:, 0], receive)
     # The buffer to send holds (token, rank) pairs rank by rank; pair // P is the token.
     pair = layout.invert(layout.places_to_send(plan.copy_of_token_TP >= 0, send), sum(send))
@@ -210,6 +211,7 @@ def _combine_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plan = layout.Plan(*tensors)
     send, receive = (layout.read_splits(splits) for splits in plan.splits_4P[:2])
+    check_pairs("combine", receive, send, group_name)
     copy = layout.invert(
         layout.places_received(plan.source_of_copy_D2[:, 0], receive), sum(receive)
     )

@@ -68,10 +68,9 @@ def _reference(
     num_ranks = comm.group_size(group_name)
     ranks = torch.arange(num_ranks, device=x_TH.device, dtype=torch.int32)
     if padded:
-        counts = [max_tokens] * num_ranks
-    else:
-        mine = torch.tensor([x_TH.shape[0]], device=x_TH.device)
-        counts = all_gather(mine, group_name).flatten().tolist()
+        return torch.full((num_ranks,), max_tokens), ranks.repeat_interleave(max_tokens)
+    mine = torch.tensor([x_TH.shape[0]], device=x_TH.device)
+    counts = all_gather(mine, group_name).flatten().tolist()
     counts_P = torch.tensor(counts)
     repeats = counts_P.to(x_TH.device)
     return counts_P, ranks.repeat_interleave(repeats, output_size=sum(counts))

@@ -157,7 +157,7 @@ def _select(
     order_TE = logits_TE if bias_E is None else keys_TE
     if top_groups < num_groups:
         best = min(group_score_top or max(top_k // top_groups, 1), keys_TE.shape[1] // num_groups)
-        grouped = keys_TE.reshape(keys_TE.shape[0], num_groups, -1)
+        grouped = keys_TE.unflatten(1, (num_groups, keys_TE.shape[1] // num_groups))
         group_scores = grouped.sort(dim=-1, descending=True).values[..., :best].sum(-1)
         chosen = _first_of_largest(group_scores, top_groups)
         eligible = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, chosen, True)

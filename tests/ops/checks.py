@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -160,3 +161,9 @@ def _numbers(values: Any, sizes: dict[Any, int]) -> list[int]:
 def world() -> str:
     """Name of the group of all ranks."""
     return dist.group.WORLD.group_name
+
+
+@functools.cache
+def group_of(*members: int) -> dist.ProcessGroup:
+    """The group of these ranks, made once; every rank of the world must ask for it."""
+    return dist.new_group(list(members))

@@ -217,11 +217,14 @@ def test_topk_route_handles_repeated_ids() -> None:
     assert_close("grad", logits_TE.grad, logits_f64.grad)
 
 
-@pytest.mark.parametrize("replayed", [False, True])
-def test_topk_route_handles_no_tokens(replayed: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ids_TK": torch.zeros(0, 2, dtype=torch.int64)}, {"num_groups": 2}],
+    ids=["plain", "replayed", "groups"],
+)
+def test_topk_route_handles_no_tokens(options) -> None:
     logits_TE = torch.zeros(0, 4, requires_grad=True)
-    given = torch.zeros(0, 2, dtype=torch.int64) if replayed else None
-    weights_TK, ids_TK = moe_ops.topk_route(logits_TE, ids_TK=given, top_k=2)
+    weights_TK, ids_TK = moe_ops.topk_route(logits_TE, top_k=2, **options)
     assert weights_TK.shape == ids_TK.shape == (0, 2)
     weights_TK.sum().backward()
     assert logits_TE.grad.shape == (0, 4)
