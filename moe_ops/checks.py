@@ -96,6 +96,13 @@ def row_weights(op: str, row_weights_C: torch.Tensor | None, rows: torch.Tensor)
     same_size(op, "row_weights_C must have one weight a row", row_weights_C.shape[0], rows.shape[0])
 
 
+def ids_in_range(op: str, name: str, ids: torch.Tensor, num_experts: int) -> None:
+    """Ids are experts or -1: an error at once on the CPU, an assertion on the device elsewhere."""
+    inside = ((ids >= -1) & (ids < num_experts)).all()
+    rule = f"{name} must be in -1 .. E-1 = {num_experts - 1}"
+    torch._assert_async(inside, f"{op}: {rule}, got others")
+
+
 def experts(op: str, num_experts: int, num_ranks: int) -> None:
     """The experts spread evenly over the ranks."""
     if num_experts < 1 or num_experts % num_ranks:

@@ -134,9 +134,10 @@ def counting_sort(
 
 
 def _starts(counts: list[int], device: torch.device) -> torch.Tensor:
-    """Where chunks of these sizes start. Equal ones, as in capacity mode, are not copied to the device:
+    """Where chunks of these sizes start.
 
-    such a copy waits for it and cannot be captured in a CUDA graph.
+    Equal sizes, as in capacity mode, are not copied to the device: such a copy waits for it and
+    cannot be captured in a CUDA graph.
     """
     if len(set(counts)) == 1:
         return torch.arange(len(counts), device=device) * counts[0]

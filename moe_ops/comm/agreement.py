@@ -31,7 +31,7 @@ def agree(op: str, group_name: str, check: Callable[[], Any]) -> None:
     settings, error = op, None
     try:
         settings = f"{op}{check()!r}"
-    except (TypeError, ValueError) as raised:
+    except (TypeError, ValueError, RuntimeError) as raised:
         settings, error = f"{type(raised).__name__}: {raised}", raised
     if group_name:
         disagreement = _disagreement(op, group_name, settings, error is not None)

@@ -185,6 +185,13 @@ class MoE(nn.Module):
                 )
         if router_ids is not None:
             checks.tensor(name, "router_ids", router_ids, 2, checks.IDS, like=x)
+            shape = (x.shape[:-1].numel(), config.top_k)
+            if router_ids.shape != shape:
+                raise ValueError(
+                    f"{name}: router_ids must have shape {shape}, got {tuple(router_ids.shape)}"
+                )
+            if not torch.compiler.is_compiling():
+                checks.ids_in_range(name, "router_ids", router_ids, config.num_experts)
         return config, x.dtype, self.training
 
     def stats(self) -> dict[str, torch.Tensor]:

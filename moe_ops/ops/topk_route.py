@@ -206,10 +206,7 @@ def _reference(
             logits_TE, bias_E, top_k, score, score_first, num_groups, top_groups, group_score_top
         )
     else:
-        outside = ((ids_TK < -1) | (ids_TK >= num_experts)).any()
-        torch._assert_async(
-            ~outside, f"topk_route: ids_TK must be in -1 .. E-1 = {num_experts - 1}"
-        )
+        checks.ids_in_range("topk_route", "ids_TK", ids_TK, num_experts)
     if mask_T is not None:
         ids_TK = torch.where(mask_T[:, None], ids_TK, -1)
     weights_TK = _chosen_scores(logits_TE, ids_TK, score, score_first)
