@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
@@ -102,14 +101,8 @@ class CompositePass(CustomGraphPass):
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-@functools.cache
 def _source_hash() -> str:
-    root = pathlib.Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return _library.source_hash(pathlib.Path(__file__).parent)
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:

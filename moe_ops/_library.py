@@ -54,7 +54,7 @@ def define(
     arguments = inspect.signature(reference)
     collective = "group_name" in arguments.parameters
 
-    def checked(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(kernel: Callable[..., Any], device: str) -> Callable[..., Any]:
         @functools.wraps(kernel)
         def call(*args: Any) -> Any:
             if collective:
@@ -62,7 +62,7 @@ def define(
                 comm.agree(name, bound.arguments["group_name"], functools.partial(check, *args))
             else:
                 check(*args)
-            return kernel(*args)
+            return _without_autocast(device, kernel, args)
 
         return call
 
@@ -73,8 +73,8 @@ def define(
         check(*args)
         return fake(*args)
 
-    _LIBRARY.impl(name, checked(reference), "CPU")
-    _LIBRARY.impl(name, checked(cuda), "CUDA")
+    _LIBRARY.impl(name, checked(reference, "cpu"), "CPU")
+    _LIBRARY.impl(name, checked(cuda, "cuda"), "CUDA")
     qualified_name = f"moe_ops::{name}"
     torch.library.register_fake(qualified_name, checked_fake, lib=_LIBRARY)
     torch.library.register_autograd(
@@ -86,6 +86,14 @@ def define(
     torch.library.register_vmap(qualified_name, _no_vmap(name), lib=_LIBRARY)
     OPS[name] = OpInfo(name, schema, reference.__module__, reference, backward is not None)
     return getattr(torch.ops.moe_ops, name).default
+
+
+def _without_autocast(device: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Matmuls within a kernel keep the dtype that its fake promises."""
+    if not torch.is_autocast_enabled(device):
+        return kernel(*args)
+    with torch.autocast(device, enabled=False):
+        return kernel(*args)
 
 
 def _no_backward(name: str) -> Callable[..., Any]:
@@ -108,18 +116,17 @@ def _no_vmap(name: str) -> Callable[..., Any]:
     return rule
 
 
-@functools.lru_cache(maxsize=1)
-def source_hash() -> str:
-    """Hash of this package's Python sources (hex).
+@functools.cache
+def source_hash(package: pathlib.Path = pathlib.Path(__file__).parent) -> str:
+    """Hash of a package's Python sources (hex), by default this one's.
 
     Compile caches key on operator names, not on their fake kernels or autograd rules, so without it
     an upgraded library would be served gradients compiled from the old one
     (https://github.com/pytorch/pytorch/issues/144344).
     """
-    root = pathlib.Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode())
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -68,32 +68,36 @@ def capacity(op: str, name: str, value: int | torch.SymInt | None) -> None:
         holds(op, value >= 0, lambda: f"{name} must not be negative, got {value}")
 
 
-def weights(op: str, weights_TK: torch.Tensor, slots_TK: torch.Tensor, like: torch.Tensor) -> None:
-    """Gate weights are [T, K] like `slots_TK`, float32, or float64 with float64 values."""
-    tensor(op, "weights_TK", weights_TK, 2, GATES, like=like)
-    if weights_TK.dtype == torch.float64 and like.dtype != torch.float64:
+def rows(op: str, name: str, value: torch.Tensor) -> None:
+    """`value` has rows: at least one dimension."""
+    if value.dim() < 1:
+        raise ValueError(f"{op}: {name} must have at least 1 dimension, got {tuple(value.shape)}")
+
+
+def weights(
+    op: str,
+    name: str,
+    value: torch.Tensor,
+    shape: Sequence[int | torch.SymInt],
+    like: torch.Tensor,
+) -> None:
+    """Gate weights have the `shape` of the slots [T, K] or rows [C] they are of; float32, or
+    float64 if `like`, the values to be weighted, is.
+    """
+    tensor(op, name, value, len(shape), GATES, like=like)
+    if value.dtype == torch.float64 and like.dtype != torch.float64:
         raise TypeError(
-            f"{op}: weights_TK may be torch.float64 only if the values are, got {like.dtype} values"
+            f"{op}: {name} may be torch.float64 only if the values are, got {like.dtype} values"
         )
-    for dim in (0, 1):
-        same_size(
-            op,
-            "weights_TK must have one weight a slot",
-            weights_TK.shape[dim],
-            slots_TK.shape[dim],
-        )
+    rule = f"{name} must have one weight a {'slot' if len(shape) == 2 else 'row'}"
+    for dim, size in enumerate(shape):
+        same_size(op, rule, value.shape[dim], size)
 
 
 def row_weights(op: str, row_weights_C: torch.Tensor | None, rows: torch.Tensor) -> None:
-    """Row weights, if any, are [C] like `rows`, float32, or float64 with float64 rows."""
-    if row_weights_C is None:
-        return
-    tensor(op, "row_weights_C", row_weights_C, 1, GATES, like=rows)
-    if row_weights_C.dtype == torch.float64 and rows.dtype != torch.float64:
-        raise TypeError(
-            f"{op}: row_weights_C may be torch.float64 only if the rows are, got {rows.dtype} rows"
-        )
-    same_size(op, "row_weights_C must have one weight a row", row_weights_C.shape[0], rows.shape[0])
+    """Row weights, if any, are `weights` of `rows`."""
+    if row_weights_C is not None:
+        weights(op, "row_weights_C", row_weights_C, rows.shape[:1], like=rows)
 
 
 def ids_in_range(op: str, name: str, ids: torch.Tensor, num_experts: int) -> None:

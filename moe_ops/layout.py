@@ -57,12 +57,13 @@ class Plan:
 
 
 def read_splits(splits_P: torch.Tensor) -> list[int]:
-    """Numbers of a contiguous int64 tensor that lies on the CPU.
+    """Numbers of an int64 tensor that lies on the CPU.
 
     Not `Tensor.tolist`: that one is also how a device is read, and the tests of capacity mode
     forbid it everywhere.
     """
     assert splits_P.device.type == "cpu" and splits_P.dtype == torch.int64
+    splits_P = splits_P.contiguous()
     numbers = ctypes.c_int64 * splits_P.numel()
     return list(numbers.from_address(splits_P.data_ptr())) if splits_P.numel() else []
 
@@ -111,6 +112,11 @@ def expert_of_row(offsets_L: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Expert that owns each of `num_rows` rows; L for the tail. [C] int64."""
     rows = torch.arange(num_rows, device=offsets_L.device)
     return torch.searchsorted(offsets_L.long(), rows, right=True)
+
+
+def held_rows(offsets_L: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Which of `num_rows` rows an expert owns: all but the tail. [C] bool."""
+    return torch.arange(num_rows, device=offsets_L.device) < offsets_L[-1]
 
 
 def counting_sort(

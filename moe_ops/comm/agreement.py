@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..layout import read_splits
 from .collectives import all_gather
-from .groups import device_of, group_rank, resolve
+from .groups import backend_of, device_of, group_rank, resolve
 
 _agreed: set[tuple[str, str]] = set()
 
@@ -44,7 +44,7 @@ def agree(op: str, group_name: str, check: Callable[[], Any]) -> None:
 def _disagreement(op: str, group_name: str, settings: str, failed: bool) -> str | None:
     """What the ranks gave, if it is not the same everywhere or one of them failed."""
     group = resolve(group_name)
-    backend = dist.get_backend(group)
+    backend = backend_of(group)
     remembers = backend != "gloo"
     if group.size() == 1 or backend == "fake" or (group_name, settings) in _agreed:
         return None

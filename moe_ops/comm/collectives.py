@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .groups import resolve
+from ..layout import read_splits
+from .groups import backend_of, resolve
 
 
 def all_to_all_rows(
@@ -30,14 +31,15 @@ def check_pairs(op: str, send: list[int], receive: list[int], group_name: str) -
     gloo would abort the process for too few and leave memory unwritten for too many. With NCCL
     reading the answer would wait for the device, so nothing is checked.
     """
-    if not group_name or dist.get_backend(resolve(group_name)) != "gloo":
+    if group_name and backend_of(resolve(group_name)) != "gloo":
         return
-    counts_P2P = all_gather(torch.tensor([send, receive]), group_name)
-    sent_PP, received_PP = counts_P2P[:, 0], counts_P2P[:, 1]
-    if not torch.equal(sent_PP, received_PP.mT):
+    numbers = read_splits(all_gather(torch.tensor([send, receive]), group_name).flatten())
+    lists = [numbers[start : start + len(send)] for start in range(0, len(numbers), len(send))]
+    sent, received = lists[::2], lists[1::2]
+    if sent != [list(column) for column in zip(*received)]:
         raise ValueError(
             f"{op}: what rank r sends to rank q must be what q receives from r, got rows to send "
-            f"{sent_PP.tolist()} and to receive {received_PP.tolist()}, a list a rank"
+            f"{sent} and to receive {received}, a list a rank"
         )
 
 

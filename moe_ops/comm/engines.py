@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .agreement import agree
-from .groups import group_name_of, resolve
+from .groups import backend_of, group_name_of, resolve
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def engine(group: dist.ProcessGroup | str | None) -> str:
     group.
     """
     name = group_name_of(group)
-    return dist.get_backend(resolve(name)) if name else "none"
+    return backend_of(resolve(name)) if name else "none"
 
 
 def setup(
@@ -63,7 +63,7 @@ def setup(
     """
     name = group_name_of(group)
     wanted = os.environ.get("MOE_OPS_ENGINE", "auto") if engine == "auto" else engine
-    backend = dist.get_backend(resolve(name)) if name else "none"
+    backend = backend_of(resolve(name)) if name else "none"
 
     def check() -> tuple[object, ...]:
         for what, value in (("max_tokens", max_tokens), ("hidden_size", hidden_size)):
@@ -80,7 +80,7 @@ def setup(
             )
         return wanted, max_tokens, hidden_size, dtype, num_sms, timeout_s
 
-    if name:
+    if name and timeout_s > 0:  # before `agree`, so that it waits no longer itself
         c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), resolve(name))
     agree("setup", name, check)
     _log.info("group %r: exchanges run on %s", name, backend)

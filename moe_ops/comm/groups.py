@@ -51,8 +51,19 @@ def group_rank(group_name: str) -> int:
     return resolve(group_name).rank() if group_name else 0
 
 
+def backend_of(group: dist.ProcessGroup) -> str:
+    """Name of the backend that carries the group's exchanges: the one for CUDA where it has both.
+
+    `dist.get_backend` says "undefined" or "cpu:gloo,cuda:nccl" of a group with a backend a device.
+    """
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    backend_of_device = dict(pairs)
+    device = "cuda" if torch.cuda.is_available() and "cuda" in backend_of_device else "cpu"
+    return backend_of_device.get(device, dist.get_backend(group))
+
+
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """The device whose tensors the group's collectives take."""
-    if dist.get_backend(group) == "gloo":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if backend_of(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

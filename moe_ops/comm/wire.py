@@ -14,19 +14,20 @@ def quantize(rows_NH: torch.Tensor, pow2: bool) -> tuple[torch.Tensor, torch.Ten
     """FP8 (e4m3) codes [N, H] as uint8 and one float32 scale a run of 128 values, [N, ceil(H /
     128)].
 
-    A scale is the run's largest magnitude / 448, rounded up to a power of two if `pow2`; zero and
-    non-finite runs keep their values through a scale of 1.
+    A scale is the run's largest finite magnitude / 448, rounded up to a power of two if `pow2`, and
+    1 for a run of zeros. A value that is not finite arrives as NaN: this format has no infinity.
     """
     num_rows, width = rows_NH.shape
     num_blocks = -(-width // _BLOCK)
     padded = torch.nn.functional.pad(rows_NH.float(), (0, num_blocks * _BLOCK - width))
     blocks = padded.reshape(num_rows, num_blocks, _BLOCK)
-    scales = blocks.abs().amax(2) / torch.finfo(_FP8).max
+    finite = blocks.isfinite()
+    scales = torch.where(finite, blocks.abs(), 0).amax(2) / torch.finfo(_FP8).max
     if pow2:
         scales = torch.exp2(scales.log2().ceil())
-    usable = (scales > torch.finfo(torch.float32).tiny) & scales.isfinite()
-    scales = torch.where(usable, scales, 1.0)
-    codes = (blocks / scales[:, :, None]).to(_FP8).reshape(num_rows, -1)[:, :width]
+    scales = torch.where(scales > torch.finfo(torch.float32).tiny, scales, 1.0)
+    scaled = torch.where(finite, blocks / scales[:, :, None], torch.nan)
+    codes = scaled.to(_FP8).reshape(num_rows, num_blocks * _BLOCK)[:, :width]
     return codes.contiguous().view(torch.uint8), scales
 
 

@@ -42,6 +42,7 @@ def train(rank: int, job: Job) -> None:
         rank=rank,
         world_size=settings.world_size,
         timeout=timedelta(minutes=10),
+        device_id=torch.device("cuda", rank) if settings.device == "cuda" else None,
     )
     trainer = Trainer(job)
     # Reached by all ranks at the same point, with a checkpoint behind it.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..layout import expert_of_row
+from ..layout import expert_of_row, held_rows
 
 
 def _torch_takes(a: torch.Tensor, b: torch.Tensor, offsets_L: torch.Tensor) -> bool:
@@ -23,15 +23,15 @@ def _torch_takes(a: torch.Tensor, b: torch.Tensor, offsets_L: torch.Tensor) -> b
 
 
 def _mask_tail(rows: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
-    inside = torch.arange(rows.shape[0], device=rows.device) < offsets_L[-1]
-    return torch.where(inside[:, None], rows, 0)
+    return torch.where(held_rows(offsets_L, rows.shape[0])[:, None], rows, 0)
 
 
 def torch_grouped_mm(
     a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor
 ) -> torch.Tensor:
     """`torch._grouped_mm`, whose rows past the last offset are uninitialised."""
-    w_LIO = w_LOI.mT if w_LOI.stride(-1) == 1 or w_LOI.stride(-2) == 1 else w_LOI.contiguous().mT
+    dense = w_LOI.is_contiguous() or w_LOI.mT.is_contiguous()
+    w_LIO = (w_LOI if dense else w_LOI.contiguous()).mT
     return _mask_tail(torch._grouped_mm(a_CI.contiguous(), w_LIO, offs=offsets_L), offsets_L)
 
 
@@ -58,11 +58,11 @@ def masked_grouped_mm_wgrad(
 ) -> torch.Tensor:
     """One full-height matmul an expert with the other experts' rows set to zero."""
     expert_C = expert_of_row(offsets_L, a_CI.shape[0])
-    wgrads = [g_CO.new_zeros(0, g_CO.shape[1], a_CI.shape[1])]
+    wgrads = []
     for expert in range(offsets_L.shape[0]):
         mine = (expert_C == expert)[:, None]
-        wgrads.append((torch.where(mine, g_CO, 0).mT @ torch.where(mine, a_CI, 0))[None])
-    return torch.cat(wgrads).to(g_CO.dtype)
+        wgrads.append(torch.where(mine, g_CO, 0).mT @ torch.where(mine, a_CI, 0))
+    return torch.stack(wgrads)
 
 
 def _always(*args: torch.Tensor) -> bool:

@@ -227,7 +227,7 @@ class AllGatherDispatcher(TokenDispatcher):
         return self._dispatched(gather(x_TH), gather(weights_TK), rows, overflow_2, way_back)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chunks:
     """What an all-to-all of rows needs: the order before, the sizes, the order after, and the rows
     to keep.
@@ -304,15 +304,15 @@ class AllToAllDispatcher(TokenDispatcher):
             slots = _Rows(*sort_slots(ids_TK, config.num_experts))
             num_rows = plan.slot_of_row_C.shape[0]
             return _Chunks(
-                slots,
-                None,
-                send_P,
-                recv_P,
-                num_rows,
-                plan.counts_PL,
-                num_rows,
-                plan.offsets_L,
-                None,
+                slots=slots,
+                counts_before=None,
+                send_P=send_P,
+                recv_P=recv_P,
+                num_received=num_rows,
+                counts_after=plan.counts_PL,
+                num_rows=num_rows,
+                offsets_L=plan.offsets_L,
+                overflow_2=None,
             )
         # Chunks of equal size: `chunk_rows` for each pair of ranks, filled up with a chunk of
         # zeros.
@@ -330,15 +330,15 @@ class AllToAllDispatcher(TokenDispatcher):
         counts_before = torch.stack([sent_P, chunk_rows - sent_P]).int()
         rest_P = chunk_rows - plan.counts_PL.sum(1, keepdim=True)
         return _Chunks(
-            slots,
-            counts_before,
-            send_P,
-            recv_P,
-            num_slots,
-            torch.cat([plan.counts_PL, rest_P], dim=1).int(),
-            min(self.row_capacity, num_slots),
-            plan.offsets_L,
-            plan.overflow_2.long(),
+            slots=slots,
+            counts_before=counts_before,
+            send_P=send_P,
+            recv_P=recv_P,
+            num_received=num_slots,
+            counts_after=torch.cat([plan.counts_PL, rest_P], dim=1).int(),
+            num_rows=min(self.row_capacity, num_slots),
+            offsets_L=plan.offsets_L,
+            overflow_2=plan.overflow_2.long(),
         )
 
     def _padded_chunks(self, ids_TK: torch.Tensor, expert_capacity: int) -> _Chunks:
@@ -346,21 +346,21 @@ class AllToAllDispatcher(TokenDispatcher):
         num_experts, num_ranks = self.config.num_experts, self.num_ranks
         slots = _Rows(*sort_slots(ids_TK, num_experts, expert_capacity=expert_capacity))
         num_rows = num_experts * expert_capacity
-        splits_P = torch.full((num_ranks,), self.num_experts_here * expert_capacity)
+        splits_P = torch.full((num_ranks,), self.num_experts_here * expert_capacity, device="cpu")
         counts = ids_TK.new_full((num_ranks, self.num_experts_here), expert_capacity)
         offsets_L = counts.sum(0).cumsum(0).int()
         unplaced = slots.unplaced(ids_TK)
         overflow_2 = torch.stack([torch.zeros_like(unplaced), unplaced])
         return _Chunks(
-            slots,
-            None,
-            splits_P,
-            splits_P,
-            num_rows,
-            counts.int(),
-            num_rows,
-            offsets_L,
-            overflow_2,
+            slots=slots,
+            counts_before=None,
+            send_P=splits_P,
+            recv_P=splits_P,
+            num_received=num_rows,
+            counts_after=counts.int(),
+            num_rows=num_rows,
+            offsets_L=offsets_L,
+            overflow_2=overflow_2,
         )
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .. import comm
+from .. import checks, comm
 from ..ops.grouped_bias import grouped_bias
 from ..ops.grouped_mm import grouped_mm
 from ..ops.swiglu import swiglu
+from .config import ACTIVATIONS
 
 # Options of `swiglu` for each gated activation of MoEConfig; "relu2" has no gate.
 _GATED: dict[str, dict[str, Any]] = {
@@ -27,10 +28,13 @@ _GATED: dict[str, dict[str, Any]] = {
 
 
 class Experts(nn.Module):
-    """w13 [L, 2F, H] (gate first; [L, F, H] for "relu2"), w2 [L, H, F], optional b13 [L, 2F] and b2
-    [L, H].
+    """w13 [L, 2F, H] (gate first; [L, F, H] for "relu2"), w2 [L, H, F], optional b13 [L, 2F] ([L, F])
+    and b2 [L, H].
 
     With equal seeds on all ranks an expert starts with the same weights under every layout.
+
+    Raises:
+        ValueError: the experts do not spread evenly over `group`, or the activation is unknown.
     """
 
     def __init__(
@@ -49,7 +53,10 @@ class Experts(nn.Module):
         self.num_experts = num_experts
         self.activation = activation
         self.group_name = comm.group_name_of(group)
-        num_experts_here = num_experts // comm.group_size(self.group_name)
+        num_ranks = comm.group_size(self.group_name)
+        checks.one_of("Experts", "activation", activation, ACTIVATIONS)
+        checks.experts("Experts", num_experts, num_ranks)
+        num_experts_here = num_experts // num_ranks
         up_size = ffn_hidden_size * (2 if activation in _GATED else 1)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -66,7 +73,7 @@ class Experts(nn.Module):
         """uniform(-1 / sqrt(fan_in), 1 / sqrt(fan_in)) as nn.Linear, from a stream of random
         numbers per expert.
         """
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         if self.w13.is_meta:
             return
         first = comm.group_rank(self.group_name) * self.w13.shape[0]
@@ -148,6 +155,7 @@ class SharedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        checks.one_of("SharedExperts", "activation", activation, ACTIVATIONS)
         self.activation = activation
         up_size = ffn_hidden_size * (2 if activation in _GATED else 1)
 

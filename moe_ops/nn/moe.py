@@ -29,7 +29,9 @@ class MoE(nn.Module):
             then `reset_parameters`.
 
     After each forward `losses` holds this step's balancing losses, coefficients included, to be
-    added to the loss: scalars float32 by name ("aux", "seq_aux", "global_aux", "z").
+    added to the loss: scalars, at least float32, by name ("aux", "seq_aux", "global_aux", "z").
+    Under torch.utils.checkpoint they need use_reentrant=False: the other form runs the forward
+    without a graph, so that they have no gradient.
 
     Raises:
         ValueError: the experts do not spread evenly, or `group` is not initialised.
@@ -108,8 +110,8 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """Output like x [..., H]; collective over the group.
 
-        Under autocast tokens travel, and the output comes back, in its dtype; the router computes
-        in float32.
+        Under autocast tokens travel, and the output comes back, in its dtype (float64 stays); the
+        router computes in float32.
 
         Args:
             x: [T, H] or [B, S, H], in the parameters' dtype; T differs freely by rank, zero
@@ -137,7 +139,7 @@ class MoE(nn.Module):
             mask_T=mask_T,
             ids_TK=router_ids,
         )
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x_TH = x_TH.to(torch.get_autocast_dtype(x.device.type))
         shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
         dispatched = self.dispatcher(

@@ -70,8 +70,7 @@ def reduce_scatter_rows(
 def _check(
     op: str, x: torch.Tensor, counts_P: torch.Tensor, num_rows: int, group_name: str
 ) -> tuple[object, ...]:
-    if x.dim() < 1:
-        raise ValueError(f"{op}: x must have at least 1 dimension, got {tuple(x.shape)}")
+    checks.rows(op, "x", x)
     if op == "reduce_scatter_rows" and not x.dtype.is_floating_point:
         raise TypeError(f"{op}: x must be floating, got {x.dtype}")
     checks.tensor(op, "counts_P", counts_P, 1, (torch.int64,))

@@ -49,8 +49,7 @@ def _check(
     rows: torch.Tensor, send_P: torch.Tensor, recv_P: torch.Tensor, num_rows: int, group_name: str
 ) -> tuple[object, ...]:
     op = "all_to_all"
-    if rows.dim() < 1:
-        raise ValueError(f"{op}: rows must have at least 1 dimension, got {tuple(rows.shape)}")
+    checks.rows(op, "rows", rows)
     for name, splits_P in (("send_P", send_P), ("recv_P", recv_P)):
         checks.tensor(op, name, splits_P, 1, (torch.int64,))
         checks.on_cpu(op, name, splits_P)

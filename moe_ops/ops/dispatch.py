@@ -137,8 +137,8 @@ def _check_dispatch(
     checks.same_size(op, "x_TH must have the plan's T rows", x_TH.shape[0], num_tokens)
     weighted = None
     if weights_TK is not None:
-        slots_TK = plan.copy_of_token_TP[:, :1].expand(-1, plan.ids_DK.shape[1])
-        checks.weights(op, weights_TK, slots_TK, like=x_TH)
+        shape = (num_tokens, plan.ids_DK.shape[1])
+        checks.weights(op, "weights_TK", weights_TK, shape, like=x_TH)
         weighted = weights_TK.dtype
     return x_TH.shape[1], x_TH.dtype, weighted, wire
 
@@ -156,7 +156,7 @@ def _check_combine(
     checks.same_size(op, "rows_DH must have the plan's D rows", rows_DH.shape[0], plan.num_copies)
     weighted = None
     if weights_DK is not None:
-        checks.weights(op, weights_DK, plan.ids_DK, like=rows_DH)
+        checks.weights(op, "weights_DK", weights_DK, plan.ids_DK.shape, like=rows_DH)
         weighted = weights_DK.dtype
     if addend_TH is not None:
         checks.tensor(op, "addend_TH", addend_TH, 2, (rows_DH.dtype,), like=rows_DH)

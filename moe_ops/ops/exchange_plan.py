@@ -148,8 +148,8 @@ def _reference(
         splits = _read_header(headers, rank, num_experts)
         copy_capacity, row_capacity = sum(splits[1]), sum(splits[3])
     else:
-        message = f"exchange_plan: ids_TK must be in -1 .. E-1 = {num_experts - 1}"
-        torch._assert_async(headers[:, 0].sum() == 0, message)
+        rule = f"exchange_plan: ids_TK must be in -1 .. E-1 = {num_experts - 1}"
+        torch._assert_async(headers[:, 0].sum() == 0, f"{rule}, got others on some rank")
         slots = max_tokens * ids_TK.shape[1]
         splits = [[max_tokens] * num_ranks] * 2 + [[slots] * num_ranks] * 2
         sent_TP = sent_TP & (place_TP < copy_capacity)

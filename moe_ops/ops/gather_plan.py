@@ -28,12 +28,13 @@ def gather_plan(
     """counts_P [P] int64 on the CPU and rank_of_token_G [G] int32, for `all_gather_rows` and
     `reduce_scatter_rows`.
 
-    Collective over `group`, unless padded.
+    Collective over `group`.
 
     Args:
         x_TH: [T, ...]; only T and the device are used.
         max_tokens: most tokens a rank may hold, equal on all ranks; 0 = no bound.
-        padded: capacity mode: every rank counts as max_tokens tokens, nothing is exchanged or read.
+        padded: capacity mode: every rank counts as max_tokens tokens; no count is exchanged or
+            read.
 
     Raises:
         TypeError, ValueError: on every rank, if T > max_tokens on one, or padded without
@@ -47,8 +48,7 @@ def _check(
     x_TH: torch.Tensor, group_name: str, max_tokens: int = 0, padded: bool = False
 ) -> tuple[object, ...]:
     op = "gather_plan"
-    if x_TH.dim() < 1:
-        raise ValueError(f"{op}: x_TH must have at least 1 dimension, got {tuple(x_TH.shape)}")
+    checks.rows(op, "x_TH", x_TH)
     comm.group_size(group_name)
     checks.capacity(op, "max_tokens", max_tokens)
     if padded and max_tokens == 0:

@@ -101,7 +101,8 @@ def _backward_reference(
     if row_weights_C is not None:
         weighted_CO = torch.where(inside_C1, grad_CO * row_weights_C[:, None], 0)
         bias_CO = bias_LO.to(sum_dtype)[expert_C.clamp(max=offsets_L.shape[0] - 1)]
-        grad_row_weights_C = (grad_CO * bias_CO).sum(1).to(row_weights_C.dtype)
+        grad_row_weights_C = torch.where(inside_C1, grad_CO * bias_CO, 0).sum(1)
+        grad_row_weights_C = grad_row_weights_C.to(row_weights_C.dtype)
     sums = [
         torch.where((expert_C == expert)[:, None], weighted_CO, 0).sum(0)
         for expert in range(offsets_L.shape[0])
@@ -129,7 +130,7 @@ def _backward(ctx: Any, grad_CO: torch.Tensor) -> tuple[torch.Tensor | None, ...
     bias_LO, row_weights_C, offsets_L = ctx.saved_tensors
     grad_rows_CO = grad_bias_LO = grad_row_weights_C = None
     if ctx.needs_input_grad[0]:
-        inside_C = torch.arange(grad_CO.shape[0], device=grad_CO.device) < offsets_L[-1]
+        inside_C = layout.held_rows(offsets_L, grad_CO.shape[0])
         grad_rows_CO = torch.where(inside_C[:, None], grad_CO, 0)
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
         grad_bias_LO, grad_row_weights_C = _grouped_bias_backward(

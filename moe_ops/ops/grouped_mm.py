@@ -23,7 +23,8 @@ from .. import _library, checks
 def grouped_mm(a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
     """c_CO [C, O]: rows of expert e times w[e].T, zero past the last offset.
 
-    Under autocast `a_CI` and `w_LOI` are cast to its dtype first, as nn.Linear's are.
+    Under autocast `a_CI` and `w_LOI` are cast to its dtype first, as nn.Linear's are; float64 is
+    left alone.
 
     Args:
         a_CI: [C, I]; rows past offsets_L[-1] are not read.
@@ -37,7 +38,7 @@ def grouped_mm(a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor)
     `torch.backends.cuda.matmul`'s precision.
     """
     device = a_CI.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and a_CI.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         a_CI, w_LOI = a_CI.to(dtype), w_LOI.to(dtype)
     return _grouped_mm(a_CI, w_LOI, offsets_L)

@@ -73,7 +73,7 @@ def _check(
     what = f"{name} and {'row_of_slot_TK' if op == 'permute' else 'slot_of_row_C'}"
     checks.same_size(op, f"{what} must be equally long", values.shape[0], owner.shape[0])
     if weights_TK is not None:
-        checks.weights(op, weights_TK, row_of_slot_TK, like=values)
+        checks.weights(op, "weights_TK", weights_TK, row_of_slot_TK.shape, like=values)
 
 
 def _permute_reference(

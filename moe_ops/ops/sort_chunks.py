@@ -35,8 +35,7 @@ def sort_chunks(rows: torch.Tensor, counts_AB: torch.Tensor) -> torch.Tensor:
 
 def _check(rows: torch.Tensor, counts_AB: torch.Tensor) -> None:
     op = "sort_chunks"
-    if rows.dim() < 1:
-        raise ValueError(f"{op}: rows must have at least 1 dimension, got {tuple(rows.shape)}")
+    checks.rows(op, "rows", rows)
     checks.tensor(op, "counts_AB", counts_AB, 2, checks.INDICES, like=rows)
 
 

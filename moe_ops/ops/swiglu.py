@@ -104,7 +104,7 @@ def _halves(
     """gate and up in the accumulate dtype, zero in the tail, and where `limit` leaves each of them
     alone.
     """
-    inside_C1 = (torch.arange(h_C2F.shape[0], device=h_C2F.device) < offsets_L[-1])[:, None]
+    inside_C1 = layout.held_rows(offsets_L, h_C2F.shape[0])[:, None]
     h_C2F = torch.where(inside_C1, h_C2F.to(layout.accumulate_dtype(h_C2F.dtype)), 0)
     gate, up = h_C2F.chunk(2, dim=1)
     if limit is None:
@@ -126,7 +126,7 @@ def _reference(
     gate, up, _, _ = _halves(h_C2F, offsets_L, limit)
     a_CF = _gate_and_slope(gate, act, alpha)[0] * (up + up_offset)
     if row_weights_C is not None:
-        inside_C = torch.arange(h_C2F.shape[0], device=h_C2F.device) < offsets_L[-1]
+        inside_C = layout.held_rows(offsets_L, h_C2F.shape[0])
         a_CF = a_CF * torch.where(inside_C, row_weights_C, 0)[:, None]
     return a_CF.to(h_C2F.dtype).contiguous()
 
@@ -154,7 +154,7 @@ def _backward_reference(
     up_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gate, up, free_gate, free_up = _halves(h_C2F, offsets_L, limit)
-    inside_C1 = (torch.arange(h_C2F.shape[0], device=h_C2F.device) < offsets_L[-1])[:, None]
+    inside_C1 = layout.held_rows(offsets_L, h_C2F.shape[0])[:, None]
     grad_CF = torch.where(inside_C1, grad_CF.to(gate.dtype), 0)
     activated, slope = _gate_and_slope(gate, act, alpha)
     grad_row_weights_C = grad_CF.new_zeros(0)

@@ -2,7 +2,8 @@
 
     scores  = softmax over experts, sigmoid, or sqrt(softplus) of the logits
     ids     = top-k of scores + bias, of the experts in the best groups; without a bias of the
-              logits themselves, which order alike and do not underflow. Ties: lowest index.
+              logits themselves, which order alike and do not underflow; with a softmax over the
+              chosen (score_first=False) of logits + bias. Ties: lowest index.
     weights = scale * score of the choice, divided by (their sum + 1e-20) if normalize and K > 1
 
 Letters: T tokens, K top-k, E experts; -1 = none, its weight is 0.
@@ -11,10 +12,10 @@ Letters: T tokens, K top-k, E experts; -1 = none, its weight is 0.
     -> ids_TK [[2, 1], [0, 1], [2, 0], [0, 2]], weights_TK [[.881, .119], [.5, .5], [.953, .047],
     [.5, .5]]
 
-Gradients reach the chosen experts only, except with score_first and not normalize, where the
-softmax gives every expert one. With one choice and a softmax over it (score_first=False, K = 1) the
-weight is 1 and the gradient 0: use score_first=True. Group-limited routing and the bias for
-selection: arXiv:2412.19437, section 2.1.2.
+Gradients reach the chosen experts only, except with score_first and without the division by their
+sum (not normalize, or K = 1), where the softmax gives every expert one. With one choice and a
+softmax over it (score_first=False, K = 1) the weight is 1 and the gradient 0: use score_first=True.
+Group-limited routing and the bias for selection: arXiv:2412.19437, section 2.1.2.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def topk_route(
 
     Args:
         logits_TE: [T, E], any floating dtype.
-        bias_E: [E] floating, added to the scores for selection and group scores only.
+        bias_E: [E] floating, added to the scores (the logits if score_first=False with "softmax")
+            for selection and group scores only.
         ids_TK: [T, K] int32 or int64: replay this choice (-1 = none) instead of selecting.
         mask_T: [T] bool; False gives ids -1 and weights 0.
         score: "softmax", "sigmoid" or "sqrtsoftplus"; `score_first`: softmax over all experts, not
@@ -271,7 +273,9 @@ def _backward_reference(
     grad_chosen_TK = torch.where(held_TK, grad_chosen_TK, 0)
     grad_TE = torch.zeros_like(logits)
     if score == "softmax" and score_first and not normalized:
-        grad_TE = -logits.softmax(-1) * mean
+        # NOTE: a token without any choice gets 0 even where its logits are NaN.
+        held_T1 = held_TK.any(1, keepdim=True)
+        grad_TE = torch.where(held_T1, -logits.softmax(-1) * mean, 0)
         grad_chosen_TK = torch.where(held_TK, scores_TK * grad_scores_TK, 0)
     # One choice at a time: a repeated id adds up in the order of k, without atomics.
     for k in range(ids_TK.shape[1]):

@@ -9,10 +9,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+import moe_ops
 from moe_ops.testing import DTYPE_NAMES, SKEWS, Case
-from tests.ranks import run_on_ranks
+from tests.ranks import expect_error_on_ranks, run_on_ranks
 
 from .chains import CHAINS, Run, check_run, run_chain, run_on_member
+from .checks import world
 
 all_chains = pytest.mark.parametrize("chain", CHAINS)
 F64 = Case(num_experts=8, none_fraction=0.2, dtype=torch.float64)
@@ -100,5 +102,26 @@ def test_chain_gives_the_same_bits_twice(chain: str, dtype: torch.dtype) -> None
     case = dataclasses.replace(F64, dtype=dtype)
     run = Run(case=case, tokens=(17, 9), chain=chain, members=(0, 1))
     first, second = (run_on_ranks(2, run_on_member, run) for _ in range(2))
-    for left, right in zip(sum(first, []), sum(second, [])):
-        assert torch.equal(left, right)
+    for left, right in zip(first, second):
+        assert all(map(torch.equal, left, right))
+
+
+def _plans_differ(rank: int, op: str) -> None:
+    """Rank 1 takes the plan of another exchange, with other sizes."""
+    plans = [
+        moe_ops.exchange_plan(torch.full((tokens, 1), 4), 8, group=world()) for tokens in (3, 2)
+    ]
+    plan = plans[rank]
+    if op == "dispatch":
+        x_TH = torch.ones(plan.copy_of_token_TP.shape[0], 4)
+        torch.ops.moe_ops.dispatch(x_TH, None, plan.tensors(), world(), "full")
+    else:
+        moe_ops.combine(torch.ones(plan.num_copies, 4), plan, group=world())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_exchange_rejects_plans_that_differ(op: str) -> None:
+    for name, text in expect_error_on_ranks(2, _plans_differ, op):
+        assert name == "ValueError"
+        assert text.startswith(f"{op}: what rank r sends to rank q must be what q receives from r")

@@ -303,6 +303,19 @@ def _wire(rank: int, wire: str):
     return results
 
 
+def _wire_without_tokens(rank: int, wire: str):
+    x_TH = values(3 * rank, 300)
+    ids_TK = torch.zeros(3 * rank, TOP_K, dtype=torch.int32)
+    return moe_ops.dispatch(x_TH, ids_TK, num_experts=EXPERTS, group=world(), wire=wire)[0]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"])
+def test_dispatch_handles_fp8_wire_without_tokens(wire: str) -> None:
+    shapes = [tuple(rows.shape) for rows in run_on_ranks(2, _wire_without_tokens, wire)]
+    assert shapes == [(3, 300), (0, 300)]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"])
 def test_dispatch_handles_fp8_wire(wire: str) -> None:
