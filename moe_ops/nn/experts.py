@@ -28,8 +28,8 @@ _GATED: dict[str, dict[str, Any]] = {
 
 
 class Experts(nn.Module):
-    """w13 [L, 2F, H] (gate first; [L, F, H] for "relu2"), w2 [L, H, F], optional b13 [L, 2F] ([L, F])
-    and b2 [L, H].
+    """w13 [L, 2F, H] (gate first), w2 [L, H, F], optional b13 [L, 2F] and b2 [L, H]; F for 2F with
+    "relu2".
 
     With equal seeds on all ranks an expert starts with the same weights under every layout.
 
