@@ -85,7 +85,44 @@ def define(
     )
     torch.library.register_vmap(qualified_name, _no_vmap(name), lib=_LIBRARY)
     OPS[name] = OpInfo(name, schema, reference.__module__, reference, backward is not None)
-    return getattr(torch.ops.moe_ops, name).default
+    group_at = list(arguments.parameters).index("group_name") if collective else None
+    return _public(getattr(torch.ops.moe_ops, name).default, group_at)
+
+
+def _public(overload: torch._ops.OpOverload, group_at: int | None) -> Callable[..., Any]:
+    """The operator as public functions call it: refuses what the dispatcher would take silently, or
+    reject on this rank alone. `group_at` is the place of `group_name` among the arguments.
+    """
+    from . import comm  # noqa: PLC0415 - comm may import this module
+
+    name = overload._schema.name.split("::")[1]
+    tensors = [argument.type.kind() == "TensorType" for argument in overload._schema.arguments]
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return overload(*args)
+        # NOTE: PyTorch drops the tangents of an operator like these under torch.func.jvp.
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise NotImplementedError(
+                f"{name}: must be called outside torch.func and torch.vmap, got a call inside; "
+                "use torch.autograd, and concatenate samples along the token dimension"
+            )
+        wrong = [
+            a for a, tensor in zip(args, tensors) if tensor and not isinstance(a, torch.Tensor)
+        ]
+        if wrong:
+            error = TypeError(f"{name}: tensors must be given, got {type(wrong[0]).__name__}")
+            comm.agree(name, "" if group_at is None else args[group_at], _raising(error))
+        return overload(*args)
+
+    return call
+
+
+def _raising(error: Exception) -> Callable[[], None]:
+    def check() -> None:
+        raise error
+
+    return check
 
 
 def _without_autocast(device: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -103,6 +103,14 @@ def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.where(present, chosen, zero).contiguous()
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype autocast wants matmuls of `x` in; None outside it, for float64 and on meta."""
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are taken in: at least float32."""
     return torch.promote_types(dtype, torch.float32)

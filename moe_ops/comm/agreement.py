@@ -8,6 +8,7 @@ it is in.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,8 @@ from ..layout import read_splits
 from .collectives import all_gather
 from .groups import backend_of, device_of, group_rank, resolve
 
-_agreed: set[tuple[str, str]] = set()
+# Settings compared once, by group: names are used again after a group is destroyed.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 def agree(op: str, group_name: str, check: Callable[[], Any]) -> None:
@@ -28,6 +30,8 @@ def agree(op: str, group_name: str, check: Callable[[], Any]) -> None:
     16 bytes a rank. With NCCL reading the answer would wait for the device, so only settings not
     seen before are; a fault that strikes one rank later ends in the group's own timeout.
     """
+    if group_name:
+        resolve(group_name, op)
     settings, error = op, None
     try:
         settings = f"{op}{check()!r}"
@@ -45,15 +49,15 @@ def _disagreement(op: str, group_name: str, settings: str, failed: bool) -> str 
     """What the ranks gave, if it is not the same everywhere or one of them failed."""
     group = resolve(group_name)
     backend = backend_of(group)
-    remembers = backend != "gloo"
-    if group.size() == 1 or backend == "fake" or (group_name, settings) in _agreed:
+    known = _agreed.setdefault(group, set())
+    if group.size() == 1 or backend == "fake" or settings in known:
         return None
     digest = int.from_bytes(hashlib.blake2b(settings.encode(), digest_size=7).digest(), "big")
     mine = torch.tensor([digest, failed], device=device_of(group))
     numbers = read_splits(all_gather(mine, group_name).cpu())
     if len(set(numbers[::2])) == 1 and not any(numbers[1::2]):
-        if remembers:
-            _agreed.add((group_name, settings))
+        if backend != "gloo":
+            known.add(settings)
         return None
     texts: list[Any] = [None] * group.size()
     dist.all_gather_object(texts, settings, group=group)

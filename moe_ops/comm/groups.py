@@ -24,26 +24,31 @@ def group_name_of(group: dist.ProcessGroup | str | None) -> str:
     if isinstance(group, dist.ProcessGroup):
         return str(group.group_name)
     raise TypeError(
-        f"group: must be a ProcessGroup, a group name or None, got {type(group).__name__}"
+        f"group: must be a ProcessGroup of which this rank is a member, a group name or None, "
+        f"got {group!r}"
     )
 
 
-def resolve(group_name: str) -> dist.ProcessGroup:
-    """The initialised process group called `group_name`."""
+def resolve(group_name: str, op: str = "comm") -> dist.ProcessGroup:
+    """The initialised process group called `group_name`; `op` asks for it.
+
+    Raises:
+        ValueError: no such group.
+    """
     try:
         if not dist.is_initialized():
             raise LookupError("torch.distributed is not initialised")
         return c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     except (LookupError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"group: must name an initialised process group, got {group_name!r} ({error}); "
+            f"{op}: group must name an initialised process group, got {group_name!r} ({error}); "
             "call torch.distributed.init_process_group first"
         ) from error
 
 
-def group_size(group_name: str) -> int:
-    """P: ranks of the group."""
-    return resolve(group_name).size() if group_name else 1
+def group_size(group_name: str, op: str = "comm") -> int:
+    """P: ranks of the group; `op` asks for it."""
+    return resolve(group_name, op).size() if group_name else 1
 
 
 def group_rank(group_name: str) -> int:

@@ -14,8 +14,9 @@ def quantize(rows_NH: torch.Tensor, pow2: bool) -> tuple[torch.Tensor, torch.Ten
     """FP8 (e4m3) codes [N, H] as uint8 and one float32 scale a run of 128 values, [N, ceil(H /
     128)].
 
-    A scale is the run's largest finite magnitude / 448, rounded up to a power of two if `pow2`, and
-    1 for a run of zeros. A value that is not finite arrives as NaN: this format has no infinity.
+    A scale is the run's largest finite magnitude / 448, at least the smallest normal
+    float32, rounded up to a power of two if `pow2`. A value that is not finite arrives as NaN: this
+    format has no infinity.
     """
     num_rows, width = rows_NH.shape
     num_blocks = -(-width // _BLOCK)
@@ -23,9 +24,9 @@ def quantize(rows_NH: torch.Tensor, pow2: bool) -> tuple[torch.Tensor, torch.Ten
     blocks = padded.reshape(num_rows, num_blocks, _BLOCK)
     finite = blocks.isfinite()
     scales = torch.where(finite, blocks.abs(), 0).amax(2) / torch.finfo(_FP8).max
+    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
     if pow2:
         scales = torch.exp2(scales.log2().ceil())
-    scales = torch.where(scales > torch.finfo(torch.float32).tiny, scales, 1.0)
     scaled = torch.where(finite, blocks / scales[:, :, None], torch.nan)
     codes = scaled.to(_FP8).reshape(num_rows, num_blocks * _BLOCK)[:, :width]
     return codes.contiguous().view(torch.uint8), scales

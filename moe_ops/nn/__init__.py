@@ -1,6 +1,6 @@
 """Modules: the mixture-of-experts layer and its parts."""
 
-from .checkpoint import shard_experts
+from .checkpoint import per_rank_names, shard_experts
 from .config import MoEConfig, RouterConfig
 from .experts import Experts, SharedExperts
 from .moe import MoE
@@ -13,6 +13,7 @@ __all__ = [
     "Router",
     "RouterConfig",
     "SharedExperts",
+    "per_rank_names",
     "shard_experts",
     "update_expert_bias",
 ]

@@ -111,12 +111,14 @@ def sinkhorn(
     """Logarithm of exp(logits) scaled so that rows sum to 1 and columns to N / E.
 
     Each step scales rows, then columns, in log space, and reads nothing from the device. Padding
-    takes no part, and its rows mean nothing. No gradient. S-BASE, arXiv:2202.01169, section 3.1.
+    and tokens with a logit that is not finite take no part. No gradient. S-BASE, arXiv:2202.01169,
+    section 3.1.
     """
     with torch.no_grad():
         logits_TE = logits_TE.to(layout.accumulate_dtype(logits_TE.dtype))
         if mask_T is None:
             mask_T = torch.ones_like(logits_TE[:, 0], dtype=torch.bool)
+        mask_T = mask_T & logits_TE.isfinite().all(1)
         nothing = torch.finfo(logits_TE.dtype).min
         share = mask_T.sum().clamp(min=1).to(logits_TE.dtype).log() - math.log(logits_TE.shape[1])
         row_T = torch.zeros_like(logits_TE[:, 0])

@@ -11,6 +11,32 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .. import comm
 from .experts import Experts
+from .moe import MoE
+from .router import Router
+
+
+def _expert_groups(module: nn.Module) -> dict[str, str]:
+    """Name of each parameter of `Experts` spread over a group -> that group's name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: experts.group_name
+        for prefix, experts in module.named_modules()
+        if isinstance(experts, Experts) and experts.group_name
+        for name, _ in experts.named_parameters()
+    }
+
+
+def per_rank_names(module: nn.Module) -> list[str]:
+    """Parameters and buffers that differ by rank: experts spread over a group, and counters.
+
+    What DistributedDataParallel must leave alone.
+    """
+    counters = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        if isinstance(part, MoE | Router)
+        for name in part._non_persistent_buffers_set
+    ]
+    return [*_expert_groups(module), *sorted(counters)]
 
 
 def shard_experts(module: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -25,12 +51,7 @@ def shard_experts(module: nn.Module, state: dict[str, torch.Tensor]) -> dict[str
         state: by fully qualified parameter name: `module.state_dict()`, or a moment of an
             optimizer.
     """
-    groups = {
-        f"{prefix}.{name}" if prefix else name: experts.group_name
-        for prefix, experts in module.named_modules()
-        if isinstance(experts, Experts) and experts.group_name
-        for name, _ in experts.named_parameters()
-    }
+    groups = _expert_groups(module)
     meshes: dict[tuple[str, str], DeviceMesh] = {}
 
     def shard(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,9 @@ anything is built.
 from __future__ import annotations
 
 import dataclasses
+import math
+import typing
+from typing import Any
 
 from .. import checks
 from ..comm.wire import FORMATS
@@ -13,6 +16,22 @@ from ..ops.topk_route import SCORES
 ACTIVATIONS = ("swiglu", "geglu", "relu2", "swiglu_clamped")
 BALANCING = ("aux", "seq_aux", "global_aux", "sinkhorn")
 DISPATCHERS = ("flex", "alltoall", "allgather")
+
+
+def _check_types(config: Any) -> None:
+    """Every field holds what its annotation says; numbers are finite, and no bool is one."""
+    name = type(config).__name__
+    for field, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, field)
+        kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint)) or (hint,)
+        if typing.get_origin(hint) is tuple:
+            kinds = (tuple,)
+        allowed = (*kinds, int) if float in kinds else kinds
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in kinds):
+            expected = hint.__name__ if isinstance(hint, type) else hint
+            raise TypeError(f"{name}: {field} must be {expected}, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}: {field} must be finite, got {value!r}")
 
 
 def _demand(config: str, condition: bool, rule: str, value: object) -> None:
@@ -58,10 +77,11 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         name = "RouterConfig"
+        _check_types(self)
         checks.one_of(name, "score", self.score, SCORES)
         checks.one_of(name, "drop_policy", self.drop_policy, ("probs", "position"))
-        if isinstance(self.balancing, str):
-            raise TypeError(f"{name}: balancing must be a tuple of names, got {self.balancing!r}")
+        repeated = len(set(self.balancing)) < len(self.balancing)
+        _demand(name, not repeated, "balancing must name each kind once", self.balancing)
         for kind in self.balancing:
             checks.one_of(name, "balancing", kind, BALANCING)
         for field in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
@@ -148,6 +168,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         name = "MoEConfig"
+        _check_types(self)
         for field in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
             checks.positive(name, field, getattr(self, field))
         for field in ("max_tokens", "shared_ffn_hidden_size", "copy_capacity", "row_capacity"):
@@ -157,10 +178,6 @@ class MoEConfig:
         checks.one_of(name, "size_mode", self.size_mode, ("exact", "capacity"))
         checks.one_of(name, "weights_at", self.weights_at, ("activation", "unpermute"))
         checks.one_of(name, "wire", self.wire, FORMATS)
-        if not isinstance(self.router, RouterConfig):
-            raise TypeError(
-                f"{name}: router must be a RouterConfig, got {type(self.router).__name__}"
-            )
         self._check_sizes(name)
         self._check_routing(name)
 
@@ -218,7 +235,8 @@ class MoEConfig:
         )
         _demand(
             name,
-            not self.router.pad_to_capacity or self.row_capacity is None,
-            "row_capacity must be None with router.pad_to_capacity, which sets it",
-            self.row_capacity,
+            not self.router.pad_to_capacity
+            or (self.copy_capacity, self.row_capacity) == (None,) * 2,
+            "copy_capacity and row_capacity must be None with router.pad_to_capacity",
+            (self.copy_capacity, self.row_capacity),
         )

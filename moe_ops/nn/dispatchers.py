@@ -166,13 +166,14 @@ class FlexDispatcher(TokenDispatcher):
             wire=self.config.wire,
         )
         rows = _Rows(plan.slot_of_row_C, plan.row_of_slot_DK, plan.offsets_L)
-        overflow_2 = plan.overflow_2.long()
+        overflow_2 = None if self.copy_capacity is None else plan.overflow_2.long()
         if expert_capacity is not None:
             sorted_slots = sort_slots(
                 plan.ids_DK, self.num_experts_here, expert_capacity=self.num_ranks * expert_capacity
             )
             rows = _Rows(*sorted_slots)
-            overflow_2 = torch.stack([overflow_2[0], rows.unplaced(plan.ids_DK)])
+            unplaced = rows.unplaced(plan.ids_DK)
+            overflow_2 = torch.stack([plan.overflow_2[0].long(), unplaced])
 
         def way_back(z_DH: torch.Tensor, addend_TH: torch.Tensor | None) -> torch.Tensor:
             return combine(z_DH, plan, group=self.group_name or None, addend_TH=addend_TH)[0]
@@ -207,18 +208,20 @@ class AllGatherDispatcher(TokenDispatcher):
         first = self.rank * self.num_experts_here
         here = (ids_GK >= first) & (ids_GK < first + self.num_experts_here)
         ids_GK = torch.where(here, ids_GK - first, -1)
-        overflow_2 = ids_GK.new_zeros(2, dtype=torch.int64)
+        copies_left_out = ids_GK.new_zeros((), dtype=torch.int64)
         if self.copy_capacity is not None:
             held_G = here.any(1)
             fits_G = held_G & (held_G.cumsum(0) <= self.copy_capacity)
             ids_GK = torch.where(fits_G[:, None], ids_GK, -1)
-            overflow_2 = torch.stack([held_G.sum() - fits_G.sum(), overflow_2[0]])
+            copies_left_out = held_G.sum() - fits_G.sum()
         if expert_capacity is None:
             limits = {"row_capacity": self.row_capacity}
         else:
             limits = {"expert_capacity": self.num_ranks * expert_capacity}
         rows = _Rows(*sort_slots(ids_GK, self.num_experts_here, **limits))
-        overflow_2 = torch.stack([overflow_2[0], rows.unplaced(ids_GK)])
+        overflow_2 = None
+        if self.copy_capacity is not None or expert_capacity is not None:
+            overflow_2 = torch.stack([copies_left_out, rows.unplaced(ids_GK)])
         num_tokens = x_TH.shape[0]
 
         def way_back(z_GH: torch.Tensor, addend_TH: torch.Tensor | None) -> torch.Tensor:
@@ -258,17 +261,15 @@ class AllToAllDispatcher(TokenDispatcher):
             chunks = self._chunks(ids_TK)
         else:
             chunks = self._padded_chunks(ids_TK, expert_capacity)
-        maps = chunks.slots.slot_of_row_C, chunks.slots.row_of_slot_TK
-        rows_CH = self._send(permute(x_TH, None, *maps), chunks)
-        row_weights_C = None
-        if self.weighs_rows:
-            slot_weights = chunks.slots.permute_weights(weights_TK)
-            row_weights_C = self._send(slot_weights[:, None], chunks).reshape(-1)
-        late_weights = None if self.weighs_rows else weights_TK
+        here = self._dispatched(x_TH, weights_TK, chunks.slots, chunks.overflow_2, _add)
+        row_weights_C = here.row_weights_C
+        if row_weights_C is not None:
+            row_weights_C = self._send(row_weights_C[:, None], chunks).reshape(-1)
 
         def back(rows_CH: torch.Tensor, addend_TH: torch.Tensor | None) -> torch.Tensor:
-            return _add(unpermute(self._return(rows_CH, chunks), late_weights, *maps), addend_TH)
+            return here.combine(self._return(rows_CH, chunks), addend_TH)
 
+        rows_CH = self._send(here.rows_CH, chunks)
         return Dispatched(rows_CH, row_weights_C, chunks.offsets_L, chunks.overflow_2, back)
 
     def _send(self, rows: torch.Tensor, chunks: _Chunks) -> torch.Tensor:

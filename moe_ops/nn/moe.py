@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import checks, comm
+from .. import checks, comm, layout
 from .config import MoEConfig
 from .dispatchers import make_dispatcher
 from .experts import Experts, SharedExperts
@@ -31,7 +31,12 @@ class MoE(nn.Module):
     After each forward `losses` holds this step's balancing losses, coefficients included, to be
     added to the loss: scalars, at least float32, by name ("aux", "seq_aux", "global_aux", "z").
     Under torch.utils.checkpoint they need use_reentrant=False: the other form runs the forward
-    without a graph, so that they have no gradient.
+    without a graph, so that they have no gradient. A checkpoint inside a compiled region needs
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint.
+
+    DistributedDataParallel copies rank 0's parameters to all ranks, and would the experts of a
+    group: name `per_rank_names(model)` to
+    `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` first.
 
     Raises:
         ValueError: the experts do not spread evenly, or `group` is not initialised.
@@ -50,7 +55,7 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.group_name = comm.group_name_of(group)
-        num_ranks = comm.group_size(self.group_name)
+        num_ranks = comm.group_size(self.group_name, "MoE")
         checks.experts("MoE", config.num_experts, num_ranks)
         if config.router.pad_to_capacity and num_ranks > 1 and config.max_tokens == 0:
             raise ValueError(
@@ -139,12 +144,10 @@ class MoE(nn.Module):
             mask_T=mask_T,
             ids_TK=router_ids,
         )
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x_TH = x_TH.to(torch.get_autocast_dtype(x.device.type))
+        x_TH = x_TH.to(layout.autocast_dtype(x) or x.dtype)
         shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
-        dispatched = self.dispatcher(
-            x_TH, routing.weights_TK, routing.ids_TK, routing.expert_capacity
-        )
+        padded_to = routing.expert_capacity if self.config.router.pad_to_capacity else None
+        dispatched = self.dispatcher(x_TH, routing.weights_TK, routing.ids_TK, padded_to)
         rows_CH = self.experts(dispatched.rows_CH, dispatched.row_weights_C, dispatched.offsets_L)
         out_TH = dispatched.combine(rows_CH, shared_TH)
         self.losses = routing.losses
@@ -162,16 +165,24 @@ class MoE(nn.Module):
         router_ids: torch.Tensor | None,
     ) -> tuple[object, ...]:
         name, config = "MoE", self.config
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: x must be a tensor, got {type(x).__name__}")
         if x.dim() not in (2, 3) or x.shape[-1] != config.hidden_size:
             raise ValueError(
                 f"{name}: x must have shape [T, H] or [B, S, H] with H = {config.hidden_size}, "
                 f"got {tuple(x.shape)}"
             )
         checks.tensor(name, "x", x, x.dim(), checks.FLOATS, like=self.experts.w13)
-        if x.dtype != self.experts.w13.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != self.experts.w13.dtype and layout.autocast_dtype(x) is None:
             raise TypeError(
                 f"{name}: x must have the experts' dtype {self.experts.w13.dtype} "
-                f"outside autocast, got {x.dtype}"
+                f"outside autocast, which leaves float64 alone, got {x.dtype}"
+            )
+        num_tokens = x.numel() // config.hidden_size
+        if config.max_tokens and num_tokens > config.max_tokens:
+            raise ValueError(
+                f"{name}: x must have at most max_tokens = {config.max_tokens} tokens, "
+                f"got {num_tokens}"
             )
         if "seq_aux" in config.router.balancing and x.dim() != 3:
             raise ValueError(
@@ -187,14 +198,17 @@ class MoE(nn.Module):
                 )
         if router_ids is not None:
             checks.tensor(name, "router_ids", router_ids, 2, checks.IDS, like=x)
-            shape = (x.shape[:-1].numel(), config.top_k)
+            shape = (num_tokens, config.top_k)
             if router_ids.shape != shape:
                 raise ValueError(
                     f"{name}: router_ids must have shape {shape}, got {tuple(router_ids.shape)}"
                 )
             if not torch.compiler.is_compiling():
                 checks.ids_in_range(name, "router_ids", router_ids, config.num_experts)
-        return config, x.dtype, self.training
+        # Ranks that differ in these would exchange gradients with nobody.
+        leaves = (x, self.router.weight, self.experts.w13, self.experts.w2)
+        grads = torch.is_grad_enabled(), *(leaf.requires_grad for leaf in leaves)
+        return config, x.dtype, self.training, grads
 
     def stats(self) -> dict[str, torch.Tensor]:
         """Device tensors, nothing read: the router's counters and `overflow` [2] int64, copies and

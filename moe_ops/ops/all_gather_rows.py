@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _library, checks, comm, layout
-from ..comm.collectives import all_to_all_rows
+from ..comm.collectives import all_to_all_rows, check_pairs
 
 
 def all_gather_rows(
@@ -79,7 +79,6 @@ def _check(
         op, "counts_P must have a count a rank", counts_P.shape[0], comm.group_size(group_name)
     )
     checks.capacity(op, "num_rows", num_rows)
-    counts = None
     if not isinstance(counts_P, FakeTensor):
         counts = layout.read_splits(counts_P)
         own, whole = x.shape[0], num_rows
@@ -90,7 +89,7 @@ def _check(
                 f"{op}: counts_P must not be negative, cover this rank's {own} rows and sum "
                 f"to at most {whole}, got {counts}"
             )
-    return tuple(x.shape[1:]), x.dtype, counts
+    return tuple(x.shape[1:]), x.dtype
 
 
 def _all_gather_reference(
@@ -98,6 +97,7 @@ def _all_gather_reference(
 ) -> torch.Tensor:
     counts = layout.read_splits(counts_P)
     own = counts[comm.group_rank(group_name)]
+    check_pairs("all_gather_rows", [own] * len(counts), counts, group_name)
     chunk = torch.cat([x, x.new_zeros(own - x.shape[0], *x.shape[1:])])
     copies = torch.cat([chunk] * len(counts))
     gathered = all_to_all_rows(copies, [own] * len(counts), counts, group_name)
@@ -109,6 +109,7 @@ def _reduce_scatter_reference(
 ) -> torch.Tensor:
     counts = layout.read_splits(counts_P)
     own = counts[comm.group_rank(group_name)]
+    check_pairs("reduce_scatter_rows", counts, [own] * len(counts), group_name)
     parts = all_to_all_rows(x[: sum(counts)], counts, [own] * len(counts), group_name)
     total = x.new_zeros((num_rows, *x.shape[1:]), dtype=layout.accumulate_dtype(x.dtype))
     for part in parts.split(own) if own else ():

@@ -103,16 +103,31 @@ def combine(
     return x_TH, weights_TK
 
 
+_PLAN_DIMS = {
+    "copy_of_token_TP": 2,
+    "source_of_copy_D2": 2,
+    "ids_DK": 2,
+    "slot_of_row_C": 1,
+    "row_of_slot_DK": 2,
+    "offsets_L": 1,
+    "counts_PL": 2,
+}
+
+
 def _check_plan(
     op: str, tensors: list[torch.Tensor], group_name: str, like: torch.Tensor
 ) -> layout.Plan:
     if len(tensors) != 9:
         raise ValueError(f"{op}: plan must have 9 tensors, got {len(tensors)}")
     plan = layout.Plan(*tensors)
-    checks.tensor(op, "plan.copy_of_token_TP", plan.copy_of_token_TP, 2, checks.INDICES, like=like)
-    checks.tensor(op, "plan.ids_DK", plan.ids_DK, 2, checks.INDICES, like=like)
+    for name, dim in _PLAN_DIMS.items():
+        checks.tensor(op, f"plan.{name}", getattr(plan, name), dim, checks.INDICES, like=like)
+    for name in ("ids_DK", "row_of_slot_DK"):
+        rule = f"plan.{name} must have the plan's D rows"
+        checks.same_size(op, rule, getattr(plan, name).shape[0], plan.num_copies)
     checks.tensor(op, "plan.splits_4P", plan.splits_4P, 2, (torch.int64,))
     checks.on_cpu(op, "plan.splits_4P", plan.splits_4P)
+    checks.same_size(op, "plan.splits_4P must have 4 rows", plan.splits_4P.shape[0], 4)
     checks.same_size(
         op,
         "plan must be made for the group's number of ranks",

@@ -41,7 +41,7 @@ def grouped_bias(
 
     Gradients: the incoming one for the rows, `grouped_bias_backward` for bias and weights.
     """
-    if torch.is_autocast_enabled(rows_CO.device.type):
+    if layout.autocast_dtype(rows_CO) is not None:
         bias_LO = bias_LO.to(rows_CO.dtype)
     return _grouped_bias(rows_CO, bias_LO, row_weights_C, offsets_L)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .. import _library, checks
+from .. import _library, checks, layout
 
 
 def grouped_mm(a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
@@ -37,9 +37,8 @@ def grouped_mm(a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor)
     Gradients: `grouped_mm(g, w.mT)` and `grouped_mm_wgrad(g, a)`. float32 on CUDA follows
     `torch.backends.cuda.matmul`'s precision.
     """
-    device = a_CI.device.type
-    if torch.is_autocast_enabled(device) and a_CI.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    dtype = layout.autocast_dtype(a_CI)
+    if dtype is not None:
         a_CI, w_LOI = a_CI.to(dtype), w_LOI.to(dtype)
     return _grouped_mm(a_CI, w_LOI, offsets_L)
 

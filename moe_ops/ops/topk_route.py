@@ -237,6 +237,9 @@ def _check_backward(
     checks.tensor(op, "logits_TE", logits_TE, 2, checks.FLOATS)
     checks.tensor(op, "grad_TK", grad_TK, 2, checks.GATES, like=logits_TE)
     checks.tensor(op, "ids_TK", ids_TK, 2, checks.INDICES, like=logits_TE)
+    for name, value in (("grad_TK", grad_TK), ("ids_TK", ids_TK)):
+        checks.same_size(op, f"{name} must have T rows", value.shape[0], logits_TE.shape[0])
+    checks.same_size(op, "grad_TK and ids_TK must share K", grad_TK.shape[1], ids_TK.shape[1])
 
 
 def _backward_reference(

@@ -59,7 +59,7 @@ def test_different_operators_are_an_error_everywhere() -> None:
 
 def test_one_process_agrees_with_itself() -> None:
     agree("some", "", lambda: 1)
-    with pytest.raises(ValueError, match="group: must name an initialised process group, got 'x'"):
+    with pytest.raises(ValueError, match="group must name an initialised process group, got 'x'"):
         agree("some", "x", lambda: 1)
 
 
@@ -112,8 +112,8 @@ def test_engine_from_the_environment_replaces_auto_only(monkeypatch: pytest.Monk
 
 
 def test_group_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match="group: must name an initialised process group"):
+    with pytest.raises(ValueError, match="group must name an initialised process group"):
         comm.engine("nobody")
-    with pytest.raises(TypeError, match=r"group: must be a ProcessGroup, .*, got int"):
+    with pytest.raises(TypeError, match=r"group: must be a ProcessGroup .*, got 3"):
         comm.group_name_of(3)
     assert set(comm.available_engines()) == {"gloo", "nccl"}

@@ -194,12 +194,61 @@ def test_moe_trains_and_evaluates_with_equal_outputs() -> None:
     assert torch.equal(layer(x), layer.eval()(x))
 
 
+def test_moe_runs_on_meta() -> None:
+    layer = MoE(make_config(), device="meta")
+    assert layer(torch.randn(5, 8, device="meta")).shape == (5, 8)
+    with torch.device("meta"):
+        assert MoE(make_config()).experts.w13.is_meta
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad", "vmap"])
+def test_moe_refuses_function_transforms(transform: str) -> None:
+    layer = make_layer(make_config(), None, torch.float32)
+    x = torch.randn(5, 8)
+    calls = {
+        "jvp": lambda: torch.func.jvp(layer, (x,), (x,)),
+        "grad": lambda: torch.func.grad(lambda x: layer(x).sum())(x),
+        "vmap": lambda: torch.vmap(layer)(x[None]),
+    }
+    with pytest.raises(NotImplementedError, match=r"topk_route: must be called outside"):
+        calls[transform]()
+
+
+def test_moe_refuses_float64_under_autocast() -> None:
+    layer = make_layer(make_config(), None, torch.float32)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(TypeError, match="x must have the experts' dtype"),
+    ):
+        layer(torch.randn(5, 8, dtype=torch.float64))
+
+
+BAD_TYPES = {
+    "top_k": 2.0,
+    "num_experts": "8",
+    "bias": "no",
+    "max_tokens": None,
+    "router": {"top_k": 2},
+}
+
+
+@pytest.mark.parametrize("field", BAD_TYPES)
+def test_moe_rejects_wrong_types_in_config(field: str) -> None:
+    with pytest.raises(TypeError, match=f"MoEConfig: {field} must be .*, got"):
+        MoEConfig(**{**make_config().__dict__, field: BAD_TYPES[field]})
+
+
 BAD_CONFIGS = {
     "K over E": {"top_k": 9},
     "no experts": {"num_experts": 0},
     "negative capacity": {**capacity_fields(4), "row_capacity": -1},
     "capacity without max_tokens": {"size_mode": "capacity"},
     "capacity in exact mode": {"row_capacity": 4},
+    "capacity and padding": {
+        **capacity_fields(4),
+        "copy_capacity": 3,
+        "router": RouterConfig(expert_capacity_factor=1.0, pad_to_capacity=True),
+    },
     "unknown activation": {"activation": "tanh"},
     "unknown dispatcher": {"dispatcher": "magic"},
     "unknown wire": {"wire": "int4"},
@@ -242,5 +291,5 @@ def test_moe_rejects_bad_input() -> None:
     for kind, message, arguments in cases:
         with pytest.raises(kind, match=message):
             layer(**{"x": good, **arguments})
-    with pytest.raises(ValueError, match="must name an initialised process group"):
+    with pytest.raises(ValueError, match="MoE: group must name an initialised process group"):
         MoE(make_config(), group="nobody")

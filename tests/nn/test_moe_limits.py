@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from moe_ops import comm
-from moe_ops.nn import MoE, MoEConfig, shard_experts
+from moe_ops import comm, exchange_plan
+from moe_ops.nn import MoE, MoEConfig, per_rank_names, shard_experts
 from moe_ops.testing import assert_close
 from tests.nn.layers import capacity_fields, inputs_of_rank, make_config, make_layer, oracle_step
 from tests.ranks import expect_error_on_ranks, run_on_ranks
@@ -116,6 +116,79 @@ def _bad_call(rank: int, fault: str) -> None:
         if fault == "ids' shape":
             ids = torch.zeros(3, 2, dtype=torch.int64)
     moe(x, router_ids=ids)
+
+
+def _limited(rank: int, dispatcher: str, fields: dict[str, Any]) -> None:
+    router = {"expert_capacity_factor": 1.0, "drop_policy": "position"}
+    config = make_config(router, dispatcher=dispatcher, **fields)
+    layer, alone = (make_layer(config, g, torch.float64) for g in (dist.group.WORLD, None))
+    x = inputs_of_rank(rank, (4, 16)[rank], config, torch.float64)[0]
+    assert_close("y", layer(x), alone(x))
+    layer.check_overflow()
+    assert int(layer.stats()["dropped"]) > 0
+
+
+@pytest.mark.dist
+@ALL_BUT_LOCAL
+@pytest.mark.parametrize("fields", [{}, capacity_fields(16)], ids=["exact", "capacity"])
+def test_moe_expert_capacity_is_each_ranks_own(dispatcher: str, fields: dict[str, Any]) -> None:
+    """Unequal ranks limit their own tokens; another rank drops nothing of theirs."""
+    run_on_ranks(2, _limited, dispatcher, fields)
+
+
+def _differ(rank: int, what: str) -> None:
+    moe = make_layer(make_config(), dist.group.WORLD, torch.float32)
+    x = torch.randn(4, 8, requires_grad=what == "x" and rank == 0)
+    moe.router.weight.requires_grad_(what != "router" or rank == 0)
+    moe.train(what != "training" or rank == 0)
+    with torch.set_grad_enabled(what != "grad mode" or rank == 0):
+        moe(x if what != "tensor" or rank == 0 else None)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("what", ["x", "router", "training", "grad mode", "tensor"])
+def test_moe_ranks_must_train_alike(what: str) -> None:
+    for _, message in expect_error_on_ranks(2, _differ, what):
+        assert "must" in message
+
+
+def _list_for_ids(rank: int) -> None:
+    ids: Any = torch.tensor([[1, 2]])
+    exchange_plan([[1, 2]] if rank == 0 else ids, 8, group=dist.group.WORLD)
+
+
+@pytest.mark.dist
+def test_exchange_plan_rejects_a_list_on_every_rank() -> None:
+    for _, message in expect_error_on_ranks(2, _list_for_ids):
+        assert "exchange_plan" in message
+        assert "got list" in message
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 4}, capacity_fields(4)], ids=["exact", "capacity"]
+)
+def test_moe_rejects_more_than_max_tokens(fields: dict[str, Any]) -> None:
+    moe = make_layer(make_config(**fields), None, torch.float32)
+    with pytest.raises(ValueError, match="at most max_tokens = 4 tokens, got 5"):
+        moe(torch.randn(5, 8))
+
+
+def _ddp(rank: int) -> None:
+    moe = make_layer(make_config(), dist.group.WORLD, torch.float32)
+    before = moe.experts.w13.detach().clone()
+    parallel = torch.nn.parallel.DistributedDataParallel
+    parallel._set_params_and_buffers_to_ignore_for_model(moe, per_rank_names(moe))
+    wrapped = parallel(moe)
+    wrapped(torch.randn(4 + rank, 8)).sum().backward()
+    assert torch.equal(moe.experts.w13, before)
+    assert int(moe.stats()["tokens_per_expert"].sum()) == 2 * (4 + rank)
+    gathered = comm.all_gather(moe.router.weight.grad, dist.group.WORLD.group_name)
+    assert torch.equal(gathered[0], gathered[1])
+
+
+@pytest.mark.dist
+def test_per_rank_names_keep_ddp_off_the_experts() -> None:
+    run_on_ranks(2, _ddp)
 
 
 FAULTS = ["experts", "capacity", "dispatcher", "hidden", "dtype", "id", "ids' shape"]

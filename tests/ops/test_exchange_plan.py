@@ -216,10 +216,12 @@ def test_exchange_plan_rejects_id_out_of_range_in_capacity_mode() -> None:
 @pytest.mark.parametrize("group", ["nobody", 3])
 def test_exchange_plan_rejects_group_that_does_not_exist(group) -> None:
     error = ValueError if isinstance(group, str) else TypeError
-    with pytest.raises(error, match=r"group: must .*got"):
+    with pytest.raises(error, match=r"group:? must .*got"):
         moe_ops.exchange_plan(GOOD["ids_TK"], 4, group=group)
     if group == "nobody":
-        with pytest.raises(ValueError, match="group: must name an initialised process group"):
+        with pytest.raises(
+            ValueError, match="exchange_plan: group must name an initialised process group"
+        ):
             torch.ops.moe_ops.exchange_plan(GOOD["ids_TK"], 4, group)
 
 
