@@ -38,7 +38,7 @@ def define(
     setup_context: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Any:
-    """Register the operator `schema` and return its overload.
+    """Register the operator `schema` and return what its public function calls.
 
     `check` gets the operator's arguments and raises on bad ones; it runs before the reference (the
     CPU kernel), the CUDA kernel (`kernels.choose`) and the fake kernel, so a caller of the bare
