@@ -32,8 +32,8 @@ def grouped_bias(
     Under autocast a float `bias_LO` is cast to the rows' dtype first.
 
     Args:
-        rows_CO: [C, O]; bias_LO: [L, O], same dtype; row_weights_C: [C] float32 (float64 with
-            float64 rows) or None.
+        rows_CO: [C, O], any floating dtype; bias_LO: [L, O], the same.
+        row_weights_C: [C] float32 (float64 with float64 rows), or None.
         offsets_L: [L] int32, inclusive ends.
 
     Raises:

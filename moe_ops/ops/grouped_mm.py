@@ -46,10 +46,17 @@ def grouped_mm(a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor)
 def grouped_mm_wgrad(
     g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor
 ) -> torch.Tensor:
-    """w_LOI [L, O, I], contiguous, in g's dtype; zero for an expert without rows. Gradients:
-    `grouped_mm` twice.
+    """w_LOI [L, O, I], contiguous, in g's dtype; zero for an expert without rows.
 
-    Arguments and errors mirror `grouped_mm`.
+    Args:
+        g_CO: [C, O], any floating dtype; a_CI: [C, I], the same. Rows past offsets_L[-1] are not
+            read.
+        offsets_L: [L] int32, not decreasing, inclusive ends, at most C.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, rank, size or device.
+
+    Gradients: `grouped_mm` twice.
     """
     return _grouped_mm_wgrad(g_CO, a_CI, offsets_L)
 

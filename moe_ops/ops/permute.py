@@ -53,7 +53,15 @@ def unpermute(
     """x_TH [T, H], in the rows' dtype: the sum of each token's rows in the order of k, taken in at
     least float32.
 
-    Arguments, errors and gradients mirror `permute`.
+    Args:
+        rows_CH: [C, H], any floating dtype; rows of no slot are not read.
+        weights_TK: [T, K] float32 (float64 with float64 rows), or None.
+        slot_of_row_C, row_of_slot_TK: int32, from `sort_slots` or a plan.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, rank, size or device.
+
+    Gradients: of the rows `permute` with the same weights, of the weights `row_dot`.
     """
     return _unpermute(rows_CH, weights_TK, slot_of_row_C, row_of_slot_TK)
 

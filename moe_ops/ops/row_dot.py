@@ -28,7 +28,7 @@ def row_dot(
     """weights_TK [T, K], float32 (float64 if the rows are): <row of the slot, x of the token>.
 
     Args:
-        rows_CH: [C, H]; x_TH: [T, H], same dtype.
+        rows_CH: [C, H], any floating dtype; x_TH: [T, H], the same.
         slot_of_row_C, row_of_slot_TK: int32, from `sort_slots` or a plan.
 
     Raises:
