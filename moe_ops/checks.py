@@ -104,7 +104,7 @@ def ids_in_range(op: str, name: str, ids: torch.Tensor, num_experts: int) -> Non
     """Ids are experts or -1: an error at once on the CPU, an assertion on the device elsewhere."""
     inside = ((ids >= -1) & (ids < num_experts)).all()
     rule = f"{name} must be in -1 .. E-1 = {num_experts - 1}"
-    torch._assert_async(inside, f"{op}: {rule}, got others")
+    torch._assert_async(inside, f"{op}: {rule}, got ids outside")
 
 
 def experts(op: str, num_experts: int, num_ranks: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,17 +14,31 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
-def first_example() -> str:
-    return re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL).group(1)
+def example(index: int) -> str:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[index]
+
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))), reason="no compiler for Inductor's C++"
+)
 
 
 def test_example_is_short() -> None:
-    assert len(first_example().splitlines()) <= 15
+    assert len(example(0).splitlines()) <= 15
 
 
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++"))), reason="no compiler for Inductor's C++"
-)
+@needs_compiler
 def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(first_example(), README.name, "exec"), {})
+    exec(compile(example(0), README.name, "exec"), {})
     assert capsys.readouterr().out.startswith("loss ")
+
+
+@needs_compiler
+@pytest.mark.dist
+def test_example_runs_on_two_processes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(example(1))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(README.parent)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=240)
+    assert (tmp_path / "checkpoint" / ".metadata").exists()

@@ -122,7 +122,8 @@ class Trainer:
             f"{sum(p.numel() for p in self.model.dense_parameters()):,} dense parameters and "
             f"{sum(p.numel() for p in self.model.expert_parameters()):,} in experts a process, "
             f"{len(self.corpus.train_N) / 1e6:.1f} MB of text from "
-            f"{self.corpus.num_train_files} files, {self.corpus.num_validation_files} held out"
+            f"{self.corpus.num_train_files} files, and {self.corpus.num_validation_files} held out "
+            "for validation"
         )
         self._stop_if_requested()
 
@@ -130,7 +131,7 @@ class Trainer:
         """Run the steps that are left, with a progress bar on the first rank."""
         settings, progress = self.settings, self.progress
         if progress.step < settings.steps and not settings.no_compile:
-            self._say("the first step compiles the blocks: about a minute if nothing is cached")
+            self._say("the first step compiles the blocks: one to two minutes if nothing is cached")
         bar = tqdm(
             total=settings.steps,
             initial=progress.step,

@@ -15,6 +15,11 @@ from .moe import MoE
 from .router import Router
 
 
+def _plain(name: str) -> str:
+    """The name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
 def _expert_groups(module: nn.Module) -> dict[str, str]:
     """Name of each parameter of `Experts` spread over a group -> that group's name."""
     return {
@@ -49,15 +54,23 @@ def shard_experts(module: nn.Module, state: dict[str, torch.Tensor]) -> dict[str
     Args:
         module: holds `Experts` anywhere.
         state: by fully qualified parameter name: `module.state_dict()`, or a moment of an
-            optimizer.
+            optimizer; prefixes that torch.compile puts into names do not matter.
+
+    Raises:
+        ValueError: `state` names none of the module's experts.
     """
-    groups = _expert_groups(module)
+    groups = {_plain(name): group for name, group in _expert_groups(module).items()}
+    if groups and state and not groups.keys() & {_plain(name) for name in state}:
+        raise ValueError(
+            "shard_experts: state must name the module's parameters, such as "
+            f"{next(iter(groups))}, got {list(state)[:3]}"
+        )
     meshes: dict[tuple[str, str], DeviceMesh] = {}
 
     def shard(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name not in groups:
+        if _plain(name) not in groups:
             return tensor
-        key = groups[name], tensor.device.type
+        key = groups[_plain(name)], tensor.device.type
         if key not in meshes:
             meshes[key] = DeviceMesh.from_group(comm.resolve(key[0]), key[1])
         return DTensor.from_local(tensor, meshes[key], [Shard(0)], run_check=False)

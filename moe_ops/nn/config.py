@@ -111,8 +111,8 @@ class RouterConfig:
         _demand(
             name,
             bool(losses) == (self.aux_loss_coeff > 0),
-            "aux_loss_coeff must be positive exactly if balancing names a loss",
-            (self.balancing, self.aux_loss_coeff),
+            f"aux_loss_coeff must be positive exactly if balancing names a loss, {self.balancing}",
+            self.aux_loss_coeff,
         )
         factor = self.expert_capacity_factor
         _demand(

@@ -5,9 +5,12 @@ Letters: T tokens here, K top-k, E experts, H hidden, B sequences, S tokens of a
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
 
 import torch
+import torch._dynamo.config
 import torch.distributed as dist
 from torch import nn
 
@@ -16,6 +19,21 @@ from .config import MoEConfig
 from .dispatchers import make_dispatcher
 from .experts import Experts, SharedExperts
 from .router import Router, in_backward
+
+
+def _check_group(config: MoEConfig, group: Any, num_ranks: int) -> None:
+    checks.experts("MoE", config.num_experts, num_ranks)
+    if config.router.pad_to_capacity and num_ranks > 1 and config.max_tokens == 0:
+        raise ValueError(
+            "MoE: max_tokens must be positive with router.pad_to_capacity on several ranks, got 0"
+        )
+    initialised = dist.is_available() and dist.is_initialized()
+    if group is None and not initialised and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        warnings.warn(
+            "MoE: group is None, so this process holds all experts; before init_process_group "
+            "dist.group.WORLD is None too",
+            stacklevel=3,
+        )
 
 
 class MoE(nn.Module):
@@ -34,9 +52,16 @@ class MoE(nn.Module):
     without a graph, so that they have no gradient. A checkpoint inside a compiled region needs
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint.
 
-    DistributedDataParallel copies rank 0's parameters to all ranks, and would the experts of a
-    group: name `per_rank_names(model)` to
-    `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` first.
+    Gradients: an expert's is already the sum over its group's ranks, since their tokens came to it;
+    router, shared expert and the rest of a model hold this rank's part. For the mean of the ranks'
+    losses sum the latter over the ranks, then divide both by their number.
+    DistributedDataParallel averages the latter, so divide the experts' alone; it also copies rank
+    0's parameters to all ranks, and would the experts: first name `per_rank_names(model)` to
+    `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`.
+
+    With a group and exact sizes the constructor sets
+    `torch._dynamo.config.capture_dynamic_output_shape_ops`: without it a torch.compile that is not
+    fullgraph would break the graph at `exchange_plan`.
 
     Raises:
         ValueError: the experts do not spread evenly, or `group` is not initialised.
@@ -53,15 +78,14 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"MoE: config must be a MoEConfig, got {config!r}")
         self.config = config
         self.group_name = comm.group_name_of(group)
         num_ranks = comm.group_size(self.group_name, "MoE")
-        checks.experts("MoE", config.num_experts, num_ranks)
-        if config.router.pad_to_capacity and num_ranks > 1 and config.max_tokens == 0:
-            raise ValueError(
-                "MoE: max_tokens must be positive with router.pad_to_capacity on several ranks, "
-                "got 0"
-            )
+        _check_group(config, group, num_ranks)
+        if num_ranks > 1 and config.size_mode == "exact":
+            torch._dynamo.config.capture_dynamic_output_shape_ops = True
         self.router = Router(
             config.hidden_size,
             config.num_experts,
@@ -176,7 +200,7 @@ class MoE(nn.Module):
         if x.dtype != self.experts.w13.dtype and layout.autocast_dtype(x) is None:
             raise TypeError(
                 f"{name}: x must have the experts' dtype {self.experts.w13.dtype} "
-                f"outside autocast, which leaves float64 alone, got {x.dtype}"
+                f"or, if not float64, be under torch.autocast, got {x.dtype}"
             )
         num_tokens = x.numel() // config.hidden_size
         if config.max_tokens and num_tokens > config.max_tokens:

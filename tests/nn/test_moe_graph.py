@@ -84,6 +84,23 @@ def test_moe_needs_two_graphs_at_most_with_inductor() -> None:
     run_on_ranks(2, _graphs_over_batches, config, "inductor", timeout_s=300)
 
 
+def _breaks(rank: int) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    config = make_config()
+    moe = make_layer(config, dist.group.WORLD, torch.float32)
+    compiled = torch.compile(moe, backend="aot_eager")
+    for num_tokens in (16, 24):
+        x, grad, _ = inputs_of_rank(rank, num_tokens, config, torch.float32)
+        _step(compiled, moe, x, grad)
+    assert not counters["graph_break"], counters["graph_break"]
+
+
+@pytest.mark.dist
+def test_moe_breaks_no_graph_without_fullgraph() -> None:
+    run_on_ranks(2, _breaks)
+
+
 def _backward_graph(rank: int, config: MoEConfig) -> None:
     torch._dynamo.reset()
     graphs = Graphs()

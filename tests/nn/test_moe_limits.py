@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from moe_ops import comm, exchange_plan
 from moe_ops.nn import MoE, MoEConfig, per_rank_names, shard_experts
@@ -187,6 +188,27 @@ def _ddp(rank: int) -> None:
 
 
 @pytest.mark.dist
+def _mismatched_names(rank: int) -> None:
+    moe = make_layer(make_config(), dist.group.WORLD, torch.float32)
+    compiled = torch.compile(moe)
+    for module, state in ((compiled, moe.state_dict()), (moe, compiled.state_dict())):
+        sharded = shard_experts(module, state)
+        assert sum(isinstance(value, DTensor) for value in sharded.values()) == 2
+    with pytest.raises(ValueError, match="state must name the module's parameters, such as"):
+        shard_experts(moe, {"layers.w13": moe.experts.w13})
+
+
+@pytest.mark.dist
+def test_shard_experts_knows_compiled_names_and_rejects_others() -> None:
+    run_on_ranks(2, _mismatched_names)
+
+
+def test_moe_warns_of_a_missing_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="group is None, so this process holds all experts"):
+        MoE(make_config(), group=None)
+
+
 def test_per_rank_names_keep_ddp_off_the_experts() -> None:
     run_on_ranks(2, _ddp)
 
