@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from moe_ops.nn import MoEConfig
-from moe_ops.testing import assert_close
-from tests.nn.layers import capacity_fields, inputs_of_rank, make_config, make_layer, oracle_step
+from tests.nn.layers import (
+    capacity_fields,
+    check_alone,
+    check_never_syncs,
+    inputs_of_rank,
+    make_config,
+    make_layer,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -19,15 +25,7 @@ BOUNDED = capacity_fields(64, copy_capacity=64, row_capacity=128, **SIZES)
 def _check(config: MoEConfig, dtype: torch.dtype, backend: str | None) -> None:
     layer = make_layer(config, None, dtype, "cuda")
     step = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
-    x, grad, ids = (t.cuda() for t in inputs_of_rank(0, 33, config, dtype))
-    x.requires_grad_()
-    y = step(x, router_ids=ids)
-    y.backward(grad)
-    expected_y, expected = oracle_step(layer, x, grad, ids)
-    assert_close("y", y, expected_y)
-    assert_close("x.grad", x.grad, expected["x"])
-    for name, parameter in layer.named_parameters():
-        assert_close(f"{name}.grad", parameter.grad, expected[name])
+    check_alone(layer, step, 33, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -41,16 +39,7 @@ def test_moe_matches_oracle_on_gpu(backend: str | None, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_moe_capacity_mode_never_syncs(dispatcher: str, dtype: torch.dtype) -> None:
     config = make_config(dispatcher=dispatcher, **BOUNDED)
-    layer = make_layer(config, None, dtype, "cuda")
-    x, grad, _ = (t.cuda() for t in inputs_of_rank(0, 33, config, dtype))
-    layer(x).backward(grad)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        layer(x).backward(grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    layer.check_overflow()
+    check_never_syncs(make_layer(config, None, dtype, "cuda"))
 
 
 @pytest.mark.parametrize("dispatcher", ["flex", "alltoall", "allgather"])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from moe_ops.nn import MoEConfig
-from tests.nn.layers import capacity_fields, check_layer, inputs_of_rank, make_config, make_layer
+from tests.nn.layers import capacity_fields, check_layer, check_never_syncs, make_config, make_layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,20 +45,8 @@ def _check_modes(rank: int, config: MoEConfig) -> None:
     check_layer(rank, config, (33, 64), torch.bfloat16, device="cuda")
     check_layer(rank, config, (33, 64), torch.float32, compiled="inductor", device="cuda")
     if config.size_mode == "capacity":
-        _check_never_syncs(rank, config)
-
-
-def _check_never_syncs(rank: int, config: MoEConfig) -> None:
-    layer = make_layer(config, dist.group.WORLD, torch.bfloat16, "cuda")
-    x, grad, _ = (t.cuda() for t in inputs_of_rank(rank, 33, config, torch.bfloat16))
-    layer(x).backward(grad)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        layer(x).backward(grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    layer.check_overflow()
+        layer = make_layer(config, dist.group.WORLD, torch.bfloat16, "cuda")
+        check_never_syncs(layer, rank)
 
 
 def _free_port() -> int:

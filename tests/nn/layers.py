@@ -83,6 +83,34 @@ def oracle_step(
     return y.detach(), {n: zero[n] if p.grad is None else p.grad for n, p in leaves.items()}
 
 
+def check_alone(layer: MoE, step: Any, num_tokens: int, device: str = "cpu") -> None:
+    """Output and every gradient of `step`, the layer or a compiled form of it, on one process."""
+    dtype = layer.experts.w13.dtype
+    x, grad, ids = (t.to(device) for t in inputs_of_rank(0, num_tokens, layer.config, dtype))
+    x.requires_grad_()
+    y = step(x, router_ids=ids)
+    y.backward(grad)
+    expected_y, expected = oracle_step(layer, x, grad, ids)
+    assert_close("y", y, expected_y)
+    assert_close("x.grad", x.grad, expected["x"])
+    for name, parameter in layer.named_parameters():
+        assert_close(f"{name}.grad", parameter.grad, expected[name])
+
+
+def check_never_syncs(layer: MoE, rank: int = 0) -> None:
+    """After a warm-up, forward and backward on the GPU wait for nothing (case 28)."""
+    dtype = layer.experts.w13.dtype
+    x, grad, _ = (t.cuda() for t in inputs_of_rank(rank, 33, layer.config, dtype))
+    layer(x).backward(grad)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    layer.check_overflow()
+
+
 def check_layer(
     rank: int,
     config: MoEConfig,

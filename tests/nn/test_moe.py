@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from moe_ops.nn import MoE, MoEConfig, RouterConfig
-from moe_ops.testing import assert_close
-from tests.nn.layers import (
-    capacity_fields,
-    check_layer,
-    inputs_of_rank,
-    make_config,
-    make_layer,
-    oracle_step,
-)
+from tests.nn.layers import capacity_fields, check_alone, check_layer, make_config, make_layer
 from tests.ranks import run_on_ranks
 
 DISPATCHERS = ("flex", "alltoall", "allgather")
@@ -40,15 +32,7 @@ OPTIONS = {
 def test_moe_matches_oracle(name: str) -> None:
     config = make_config(**OPTIONS[name])
     layer = make_layer(config, None, torch.float64)
-    x, grad, ids = inputs_of_rank(0, 13, config, torch.float64)
-    x.requires_grad_()
-    y = layer(x, router_ids=ids)
-    y.backward(grad)
-    expected_y, expected = oracle_step(layer, x, grad, ids)
-    assert_close("y", y, expected_y)
-    assert_close("x.grad", x.grad, expected["x"])
-    for parameter, value in layer.named_parameters():
-        assert_close(f"{parameter}.grad", value.grad, expected[parameter])
+    check_alone(layer, layer, 13)
 
 
 @pytest.mark.dist
