@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -44,15 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _info() -> int:
+    lines = []
     for title, rows in (
         ("versions", _versions()),
         ("devices", _devices()),
         ("exchange engines", comm.available_engines().items()),
         ("kernels, best first", ((op, ", ".join(k)) for op, k in kernels.table().items())),
     ):
-        print(title)
-        for name, value in rows:
-            print(f"  {name:<22} {value}")
+        lines += [title, *(f"  {name:<22} {value}" for name, value in rows)]
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

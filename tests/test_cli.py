@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from moe_ops import _library, cli
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_info_lists_versions_devices_engines_kernels(
@@ -21,6 +25,17 @@ def test_info_lists_versions_devices_engines_kernels(
         assert word in out
     for op in _library.OPS:
         assert op in out
+
+
+def test_info_ends_quietly_when_nobody_reads() -> None:
+    command = [sys.executable, "-m", "moe_ops", "info"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert process.stderr is not None
+    assert b"BrokenPipe" not in process.stderr.read()
 
 
 def test_demo_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
