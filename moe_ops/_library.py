@@ -51,17 +51,16 @@ def define(
 
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    arguments = inspect.signature(reference)
-    collective = "group_name" in arguments.parameters
+    parameters = list(inspect.signature(reference).parameters)
+    group_at = parameters.index("group_name") if "group_name" in parameters else None
 
     def checked(kernel: Callable[..., Any], device: str) -> Callable[..., Any]:
         @functools.wraps(kernel)
         def call(*args: Any) -> Any:
-            if collective:
-                bound = arguments.bind(*args)
-                comm.agree(name, bound.arguments["group_name"], functools.partial(check, *args))
-            else:
+            if group_at is None:
                 check(*args)
+            else:
+                comm.agree(name, args[group_at], functools.partial(check, *args))
             return _without_autocast(device, kernel, args)
 
         return call
@@ -85,7 +84,6 @@ def define(
     )
     torch.library.register_vmap(qualified_name, _no_vmap(name), lib=_LIBRARY)
     OPS[name] = OpInfo(name, schema, reference.__module__, reference, backward is not None)
-    group_at = list(arguments.parameters).index("group_name") if collective else None
     return _public(getattr(torch.ops.moe_ops, name).default, group_at)
 
 

@@ -68,9 +68,9 @@ def read_splits(splits_P: torch.Tensor) -> list[int]:
     return list(numbers.from_address(splits_P.data_ptr())) if splits_P.numel() else []
 
 
-def starts_of(counts: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Exclusive prefix sums of `counts` along `dim`."""
-    return counts.cumsum(dim) - counts
+def starts_of(counts: torch.Tensor) -> torch.Tensor:
+    """Exclusive prefix sums of `counts` along dim 0."""
+    return counts.cumsum(0) - counts
 
 
 def count(values: torch.Tensor, size: int) -> torch.Tensor:

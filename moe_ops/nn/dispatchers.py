@@ -62,9 +62,13 @@ class _Rows:
         maps = self.slot_of_row_C, self.row_of_slot_TK.reshape(-1, 1)
         return permute(weights_TK.reshape(-1, 1), None, *maps).reshape(-1)
 
-    def unplaced(self, ids_TK: torch.Tensor) -> torch.Tensor:
-        """Slots with an expert but without a row, int64."""
-        return ((ids_TK >= 0) & (self.row_of_slot_TK < 0)).sum()
+    def overflow_2(
+        self, ids_TK: torch.Tensor, copies_left_out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[2] int64: copies that did not fit (none if not given), slots without a row."""
+        rows = ((ids_TK >= 0) & (self.row_of_slot_TK < 0)).sum()
+        copies = torch.zeros_like(rows) if copies_left_out is None else copies_left_out.long()
+        return torch.stack([copies, rows])
 
 
 class TokenDispatcher:
@@ -137,10 +141,7 @@ class LocalDispatcher(TokenDispatcher):
         expert_capacity: int | None,
     ) -> Dispatched:
         rows = _Rows(*sort_slots(ids_TK, self.config.num_experts, expert_capacity=expert_capacity))
-        overflow_2 = None
-        if expert_capacity is not None:
-            unplaced = rows.unplaced(ids_TK)
-            overflow_2 = torch.stack([torch.zeros_like(unplaced), unplaced])
+        overflow_2 = None if expert_capacity is None else rows.overflow_2(ids_TK)
         return self._dispatched(x_TH, weights_TK, rows, overflow_2, _add)
 
 
@@ -159,7 +160,7 @@ class FlexDispatcher(TokenDispatcher):
             ids_TK,
             weights_TK,
             num_experts=self.config.num_experts,
-            group=self.group_name or None,
+            group=self.group_name,
             max_tokens=self.config.max_tokens,
             copy_capacity=self.copy_capacity,
             row_capacity=self.row_capacity,
@@ -172,11 +173,10 @@ class FlexDispatcher(TokenDispatcher):
                 plan.ids_DK, self.num_experts_here, expert_capacity=self.num_ranks * expert_capacity
             )
             rows = _Rows(*sorted_slots)
-            unplaced = rows.unplaced(plan.ids_DK)
-            overflow_2 = torch.stack([plan.overflow_2[0].long(), unplaced])
+            overflow_2 = rows.overflow_2(plan.ids_DK, plan.overflow_2[0])
 
         def way_back(z_DH: torch.Tensor, addend_TH: torch.Tensor | None) -> torch.Tensor:
-            return combine(z_DH, plan, group=self.group_name or None, addend_TH=addend_TH)[0]
+            return combine(z_DH, plan, group=self.group_name, addend_TH=addend_TH)[0]
 
         return self._dispatched(copies_DH, weights_DK, rows, overflow_2, way_back)
 
@@ -191,7 +191,7 @@ class AllGatherDispatcher(TokenDispatcher):
         ids_TK: torch.Tensor,
         expert_capacity: int | None,
     ) -> Dispatched:
-        group = self.group_name or None
+        group = self.group_name
         counts_P, rank_of_token_G = gather_plan(
             x_TH,
             group=group,
@@ -208,7 +208,7 @@ class AllGatherDispatcher(TokenDispatcher):
         first = self.rank * self.num_experts_here
         here = (ids_GK >= first) & (ids_GK < first + self.num_experts_here)
         ids_GK = torch.where(here, ids_GK - first, -1)
-        copies_left_out = ids_GK.new_zeros((), dtype=torch.int64)
+        copies_left_out = None
         if self.copy_capacity is not None:
             held_G = here.any(1)
             fits_G = held_G & (held_G.cumsum(0) <= self.copy_capacity)
@@ -221,7 +221,7 @@ class AllGatherDispatcher(TokenDispatcher):
         rows = _Rows(*sort_slots(ids_GK, self.num_experts_here, **limits))
         overflow_2 = None
         if self.copy_capacity is not None or expert_capacity is not None:
-            overflow_2 = torch.stack([copies_left_out, rows.unplaced(ids_GK)])
+            overflow_2 = rows.overflow_2(ids_GK, copies_left_out)
         num_tokens = x_TH.shape[0]
 
         def way_back(z_GH: torch.Tensor, addend_TH: torch.Tensor | None) -> torch.Tensor:
@@ -276,7 +276,7 @@ class AllToAllDispatcher(TokenDispatcher):
         if chunks.counts_before is not None:
             rows = sort_chunks(rows, chunks.counts_before)
         rows = all_to_all(
-            rows, chunks.send_P, chunks.recv_P, chunks.num_received, group=self.group_name or None
+            rows, chunks.send_P, chunks.recv_P, chunks.num_received, group=self.group_name
         )
         return sort_chunks(rows, chunks.counts_after)[: chunks.num_rows]
 
@@ -285,9 +285,7 @@ class AllToAllDispatcher(TokenDispatcher):
             rows = functional.pad(rows, (0, 0, 0, chunks.num_received - chunks.num_rows))
         rows = sort_chunks(rows, chunks.counts_after.T)
         num_sent = chunks.slots.slot_of_row_C.shape[0]
-        rows = all_to_all(
-            rows, chunks.recv_P, chunks.send_P, num_sent, group=self.group_name or None
-        )
+        rows = all_to_all(rows, chunks.recv_P, chunks.send_P, num_sent, group=self.group_name)
         return rows if chunks.counts_before is None else sort_chunks(rows, chunks.counts_before.T)
 
     def _chunks(self, ids_TK: torch.Tensor) -> _Chunks:
@@ -295,7 +293,7 @@ class AllToAllDispatcher(TokenDispatcher):
         plan = exchange_plan(
             ids_TK,
             config.num_experts,
-            group=self.group_name or None,
+            group=self.group_name,
             max_tokens=config.max_tokens,
             copy_capacity=self.copy_capacity,
             row_capacity=self.row_capacity,
@@ -350,8 +348,6 @@ class AllToAllDispatcher(TokenDispatcher):
         splits_P = torch.full((num_ranks,), self.num_experts_here * expert_capacity, device="cpu")
         counts = ids_TK.new_full((num_ranks, self.num_experts_here), expert_capacity)
         offsets_L = counts.sum(0).cumsum(0).int()
-        unplaced = slots.unplaced(ids_TK)
-        overflow_2 = torch.stack([torch.zeros_like(unplaced), unplaced])
         return _Chunks(
             slots=slots,
             counts_before=None,
@@ -361,7 +357,7 @@ class AllToAllDispatcher(TokenDispatcher):
             counts_after=counts.int(),
             num_rows=num_rows,
             offsets_L=offsets_L,
-            overflow_2=overflow_2,
+            overflow_2=slots.overflow_2(ids_TK),
         )
 
 

@@ -6,14 +6,13 @@ Letters: E experts, L experts here, C rows, H hidden, F ffn.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from .. import checks, comm
+from .. import checks, comm, layout
 from ..ops.grouped_bias import grouped_bias
 from ..ops.grouped_mm import grouped_mm
 from ..ops.swiglu import swiglu
@@ -118,22 +117,24 @@ class Experts(nn.Module):
 
 def _squared_relu(h: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
     """relu(h)^2 * weight, computed in float32 as `swiglu` is."""
-    squares = functional.relu(h.to(torch.promote_types(h.dtype, torch.float32))).square()
+    squares = functional.relu(h.to(layout.accumulate_dtype(h.dtype))).square()
     if row_weights is not None:
         squares = squares * row_weights[:, None]
     return squares.to(h.dtype)
 
 
-def _gate(act: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+def _activate(h: torch.Tensor, activation: str) -> torch.Tensor:
+    """[..., 2F] -> [..., F] ([..., F] for "relu2") in plain PyTorch, as `swiglu` computes it."""
+    if activation == "relu2":
+        return functional.relu(h).square()
     gate, up = h.chunk(2, dim=-1)
-    return act(gate) * up
-
-
-def _clamped(h: torch.Tensor) -> torch.Tensor:
-    gate, up = h.chunk(2, dim=-1)
-    options = _GATED["swiglu_clamped"]
-    gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"])
-    return gate * torch.sigmoid(options["alpha"] * gate) * (up + options["up_offset"])
+    if activation == "swiglu":
+        return functional.silu(gate) * up
+    if activation == "geglu":
+        return functional.gelu(gate) * up
+    limit, alpha, up_offset = _GATED[activation].values()
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
 
 
 class SharedExperts(nn.Module):
@@ -141,7 +142,7 @@ class SharedExperts(nn.Module):
     gate.weight.T).
 
     Plain PyTorch: the compiler fuses it and a pass may run it beside an exchange. No biases, so a
-        zero row stays zero.
+    zero row stays zero.
     """
 
     def __init__(
@@ -174,14 +175,5 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
-        h = self.up(x)
-        if self.activation == "swiglu":
-            a = _gate(functional.silu, h)
-        elif self.activation == "geglu":
-            a = _gate(functional.gelu, h)
-        elif self.activation == "swiglu_clamped":
-            a = _clamped(h)
-        else:
-            a = functional.relu(h).square()
-        out = self.down(a)
+        out = self.down(_activate(self.up(x), self.activation))
         return out if self.gate is None else out * torch.sigmoid(self.gate(x))

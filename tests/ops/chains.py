@@ -55,8 +55,8 @@ def experts(rows_CH, w13, w2, offsets_L, activation: str, row_weights_C=None):
     return moe_ops.grouped_mm(a_CF, w2, offsets_L)
 
 
-def flex(inputs: Inputs, run: Run, group: Any) -> torch.Tensor:
-    rows_DH, weights_DK, plan = moe_ops.dispatch(
+def _dispatch(inputs: Inputs, run: Run, group: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    return moe_ops.dispatch(
         inputs.x_TH,
         inputs.ids_TK,
         inputs.weights_TK,
@@ -64,6 +64,10 @@ def flex(inputs: Inputs, run: Run, group: Any) -> torch.Tensor:
         group=group,
         **run.plan_settings(),
     )
+
+
+def flex(inputs: Inputs, run: Run, group: Any) -> torch.Tensor:
+    rows_DH, weights_DK, plan = _dispatch(inputs, run, group)
     maps = plan.slot_of_row_C, plan.row_of_slot_DK
     rows_CH = moe_ops.permute(rows_DH, None, *maps)
     z_CH = experts(rows_CH, inputs.w13, inputs.w2, plan.offsets_L, run.case.activation)
@@ -73,14 +77,7 @@ def flex(inputs: Inputs, run: Run, group: Any) -> torch.Tensor:
 
 def flex_weighted_early(inputs: Inputs, run: Run, group: Any) -> torch.Tensor:
     """Gate weights applied at the activation."""
-    rows_DH, weights_DK, plan = moe_ops.dispatch(
-        inputs.x_TH,
-        inputs.ids_TK,
-        inputs.weights_TK,
-        num_experts=run.case.num_experts,
-        group=group,
-        **run.plan_settings(),
-    )
+    rows_DH, weights_DK, plan = _dispatch(inputs, run, group)
     maps = plan.slot_of_row_C, plan.row_of_slot_DK
     slot_weights = weights_DK.reshape(-1, 1)
     row_weights_C = moe_ops.permute(slot_weights, None, maps[0], maps[1].reshape(-1, 1)).flatten()
