@@ -4,30 +4,43 @@ alike.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 from .. import _library
-from . import grouped_mm as _grouped_mm
+from .kernel import Kernel
 
-# operator -> [(kernel's name, whether it takes these arguments, kernel)], best first; the reference
-# takes the rest.
-_KERNELS: dict[str, list[_grouped_mm.Kernel]] = {
-    "grouped_mm": _grouped_mm.FORWARD,
-    "grouped_mm_wgrad": _grouped_mm.WGRAD,
-}
+# Modules with a dict KERNELS: operator -> its kernels, best first. Those of the second list are
+# written in Triton and serve only where it is installed.
+_MODULES = ["grouped_mm"]
+_TRITON_MODULES: list[str] = []
+
+
+@functools.cache
+def _kernels() -> dict[str, list[Kernel]]:
+    """Operator -> its kernels, best first; the reference takes what they do not."""
+    names = _MODULES + (_TRITON_MODULES if importlib.util.find_spec("triton") else [])
+    kernels: dict[str, list[Kernel]] = {}
+    for name in names:
+        for op, more in importlib.import_module(f"{__name__}.{name}").KERNELS.items():
+            kernels.setdefault(op, []).extend(more)
+    return kernels
 
 
 def choose(op: str, *args: Any) -> Callable[..., Any]:
     """The fastest kernel of operator `op` that takes these arguments (device, dtypes, shapes)."""
-    for _, takes, kernel in _KERNELS.get(op, []):
-        if takes(*args):
-            return kernel
+    for kernel in _kernels().get(op, []):
+        if kernel.takes(*args):
+            return kernel.run
     return _library.OPS[op].reference
 
 
 def table() -> dict[str, list[str]]:
     """Operator -> names of its kernels, best first."""
     return {
-        op: [name for name, _, _ in _KERNELS.get(op, [])] + ["reference"] for op in _library.OPS
+        op: [kernel.name for kernel in _kernels().get(op, [])] + ["reference"]
+        for op in _library.OPS
     }

@@ -5,11 +5,10 @@ Both use the same letters as `moe_ops.ops.grouped_mm`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ..layout import expert_of_row, held_rows
+from .kernel import Kernel, always
 
 
 def _torch_takes(a: torch.Tensor, b: torch.Tensor, offsets_L: torch.Tensor) -> bool:
@@ -65,17 +64,13 @@ def masked_grouped_mm_wgrad(
     return torch.stack(wgrads)
 
 
-def _always(*args: torch.Tensor) -> bool:
-    return True
-
-
-Kernel = tuple[str, Callable[..., bool], Callable[..., torch.Tensor]]
-
-FORWARD: list[Kernel] = [
-    ("torch._grouped_mm", _torch_takes, torch_grouped_mm),
-    ("masked matmuls", _always, masked_grouped_mm),
-]
-WGRAD: list[Kernel] = [
-    ("torch._grouped_mm", _torch_takes, torch_grouped_mm_wgrad),
-    ("masked matmuls", _always, masked_grouped_mm_wgrad),
-]
+KERNELS: dict[str, list[Kernel]] = {
+    "grouped_mm": [
+        Kernel("torch._grouped_mm", _torch_takes, torch_grouped_mm),
+        Kernel("masked matmuls", always, masked_grouped_mm),
+    ],
+    "grouped_mm_wgrad": [
+        Kernel("torch._grouped_mm", _torch_takes, torch_grouped_mm_wgrad),
+        Kernel("masked matmuls", always, masked_grouped_mm_wgrad),
+    ],
+}
