@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint types pytest test-gpu clean
+.PHONY: help env demo test lint types pytest test-gpu bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -43,6 +43,9 @@ pytest: env
 
 test-gpu: env  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+bench: env  ## time operators on this machine, all or OP=permute; ARGS="--help" lists options
+	$(BIN)/python -m benchmarks.bench_ops $(if $(OP),--op $(OP)) $(ARGS)
 
 clean:  ## remove the environment, caches, builds and the demo's output
 	rm -rf $(VENV) build demo_out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,18 +12,29 @@
 
 namespace moe_ops {
 
-enum class Epilogue { kStore, kSwiglu, kGeglu, kFloat32 };
+enum class Epilogue { kStore, kFloat32, kActivate, kDifferentiate };
+enum class Act { kSilu, kLimitedSilu, kGelu };
 
-// What of the gate the activation makes; moe_ops/ops/swiglu.py has the formula.
+// moe_ops/ops/swiglu.py has the formula.
 struct Activation {
   const float* row_weights;  // [C] or null
-  bool store_h;
-  float limit, minus_alpha_log2e, up_offset;  // limit: infinity for none
+  float* grad_row_weights;   // kDifferentiate: [C, n_tiles], each tile's part of the sum; or null
+  bool store_h;              // kActivate
+  float limit, alpha, up_offset;  // limit: infinity for none
+};
+
+// Rows of the a operand are tokens, picked by slot (-1: zeros), if `slots` is given.
+struct Gather {
+  const uint8_t* tokens;
+  int64_t token_bytes;
+  const int* slots;  // [C]
+  int top_k;
 };
 
 struct Arguments {
   Groups groups;
-  int n_size, k_size;  // n_size: columns of one half of the output for kSwiglu
+  int n_size, k_size;  // n_size: columns of one half of h where the epilogue is gated
+  Gather gather;
   Activation activation;
   float* out_float32;  // kFloat32: [L, O, I]
   bool accumulate;     // kFloat32: add to what is there
@@ -31,57 +42,62 @@ struct Arguments {
   int tail_bytes[2];
 };
 
-constexpr int kStages = 4;
 constexpr int kElementBytes = 2;
 constexpr int kConsumerWarps = 8;
-constexpr int kThreads = 384;
-constexpr int kChunk = 64;                                      // columns: 128 bytes, the width of the swizzle
-constexpr int kBytesA = kTileM * kTileK * kElementBytes;        // two boxes of 64 rows (or columns)
-constexpr int kBytesB = kTileN * kTileK * kElementBytes;        // two halves
+constexpr int kProducerThreads = 128;
+constexpr int kThreads = kConsumerWarps * 32 + kProducerThreads;
+constexpr int kChunk = 64;                                // columns: 128 bytes, the width of the swizzle
+constexpr int kBytesA = kTileM * kTileK * kElementBytes;  // two boxes of 64 rows (or columns)
+constexpr int kBytesB = kTileN * kTileK * kElementBytes;  // two halves
 constexpr int kStageBytes = kBytesA + kBytesB;
-constexpr int kStagingRows = 16;                                // rows of a warp
+constexpr int kStagingRows = 16;  // of a warp
 constexpr int kStagingBytes = kStagingRows * kChunk * kElementBytes;
-constexpr int kStagingBuffers = 2;                              // of each warp
 constexpr int kAtomBytes = 1024;
+
+constexpr int kStages = 4;
+constexpr int kStagingBuffers = 2;  // of each warp
+constexpr int kBarriers = 2 * kStages + kConsumerWarps;
 constexpr int kSharedBytes =
-    kAtomBytes + kStages * kStageBytes + kConsumerWarps * kStagingBuffers * kStagingBytes + 2 * kStages * 8;
+    kAtomBytes + kStages * kStageBytes + kConsumerWarps * kStagingBuffers * kStagingBytes + kBarriers * 8;
 
 // Row dimension of a ragged map: see ragged_map in maps.h.
 constexpr int kRagged = 1 << 30;
 
-template <typename T, Form kForm, Epilogue kEpilogue>
+struct Maps {
+  CUtensorMap a, b, out, act, h;
+};
+
+template <typename T, Form kForm, Epilogue kEpilogue, Act kAct, bool kGather>
 class GroupedMatmul {
  public:
-  __device__ GroupedMatmul(
-      const CUtensorMap* map_a, const CUtensorMap* map_b, const CUtensorMap* map_out, const CUtensorMap* map_act,
-      const Arguments& arguments, uint8_t* shared)
-      : map_a_(map_a), map_b_(map_b), map_out_(map_out), map_act_(map_act), arguments_(arguments) {
+  __device__ GroupedMatmul(const Maps& maps, const Arguments& arguments, uint8_t* shared)
+      : maps_(maps), arguments_(arguments), rank_(hopper::cluster_rank()) {
     stages_ = (hopper::shared_address(shared) + kAtomBytes - 1) / kAtomBytes * kAtomBytes;
     staging_ = stages_ + kStages * kStageBytes;
     full_ = staging_ + kConsumerWarps * kStagingBuffers * kStagingBytes;
     empty_ = full_ + kStages * 8;
-    rank_ = hopper::cluster_rank();
+    h_loaded_ = empty_ + kStages * 8;
   }
 
   __device__ void init() const {
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < kStages; ++stage) {
-        hopper::barrier_init(full_ + 8 * stage, 1);
+        hopper::barrier_init(full_ + 8 * stage, kGatherArrivals);
         hopper::barrier_init(empty_ + 8 * stage, 2 * kConsumerWarps);
       }
+      for (int warp = 0; warp < kConsumerWarps; ++warp) hopper::barrier_init(h_loaded_ + 8 * warp, 1);
       hopper::barrier_init_fence();
     }
     hopper::cluster_sync();
   }
 
-  // One warp: fill the stages of every tile.
+  // Fill the stages of every tile. One warp.
   __device__ void produce() {
     TileWalk<kForm> walk = tiles();
     Tile tile;
     while (walk.next(tile)) {
       if (threadIdx.x % 32 == 0) {
-        const int blocks = k_blocks(tile);
-        for (int block = 0; block < blocks; ++block) {
+        for (int block = 0; block < k_blocks(tile); ++block) {
           hopper::barrier_wait(empty_ + 8 * stage_, phase_ ^ 1);
           hopper::barrier_expect(full_ + 8 * stage_, kStageBytes);
           load_a(tile, block * kTileK);
@@ -93,15 +109,51 @@ class GroupedMatmul {
     }
   }
 
+  // The same with gathered rows, by 16-byte copies, eight a thread and stage: thread t brings piece t % 8 of rows t / 8,
+  // t / 8 + 16, ... Four warps.
+  __device__ void produce_gathered() {
+    TileWalk<kForm> walk = tiles();
+    Tile tile, next;
+    bool has_next = walk.next(next);
+    int tokens[kRowsOfThread], next_slots[kRowsOfThread];
+    load_slots(next, has_next, next_slots);
+    const int thread = threadIdx.x % kProducerThreads;
+    const int piece = thread % 8, first = thread / 8;
+    const uint32_t swizzled = first * 128 + ((piece ^ (first % 8)) * 16);
+    while (has_next) {
+      tile = next;
+#pragma unroll
+      for (int i = 0; i < kRowsOfThread; ++i) {
+        tokens[i] = next_slots[i] < 0 ? -1 : next_slots[i] / arguments_.gather.top_k;
+      }
+      has_next = walk.next(next);
+      load_slots(next, has_next, next_slots);  // long before they are needed
+      for (int block = 0; block < k_blocks(tile); ++block) {
+        hopper::barrier_wait(empty_ + 8 * stage_, phase_ ^ 1);
+        if (thread == 0) {
+          hopper::barrier_expect(full_ + 8 * stage_, kBytesB);
+          load_b(tile, block * kTileK);
+        }
+        const int k = block * kTileK + piece * 8;
+        const uint32_t to = stages_ + stage_ * kStageBytes + swizzled;
+#pragma unroll
+        for (int i = 0; i < kRowsOfThread; ++i) {
+          const bool valid = k < arguments_.k_size && tokens[i] >= 0;
+          const int64_t at = valid ? tokens[i] * arguments_.gather.token_bytes + k * kElementBytes : 0;
+          hopper::copy_16_async(to + i * 16 * 128, arguments_.gather.tokens + at, valid);
+        }
+        hopper::barrier_arrive_after_copies(full_ + 8 * stage_);
+        advance();
+      }
+    }
+  }
+
   // Two warpgroups: multiply what the stages hold, 64 rows each. A tile's results wait in registers, rounded, and are
   // stored in parts between the multiplications of the next one.
   __device__ void consume(int warpgroup) {
     TileWalk<kForm> walk = tiles();
     Tile next;
     bool has_next = walk.next(next);
-#ifdef STAGGER
-    if (warpgroup == 1) { const long long t = clock64(); while (clock64() - t < STAGGER) {} }
-#endif
     while (true) {
       const Tile tile = next;
       const int m = tile.m * kTileM + warpgroup * 64;
@@ -144,7 +196,13 @@ class GroupedMatmul {
   }
 
  private:
-  static constexpr bool kGated = kEpilogue == Epilogue::kSwiglu || kEpilogue == Epilogue::kGeglu;
+#ifdef TMA_GATHER
+  static constexpr int kGatherArrivals = 1;
+#else
+  static constexpr int kGatherArrivals = kGather ? 1 + kProducerThreads : 1;
+#endif
+  static constexpr bool kGated = kEpilogue == Epilogue::kActivate;
+  static constexpr bool kBackward = kEpilogue == Epilogue::kDifferentiate;
   static constexpr bool kTransposeA = kForm == Form::kWgrad;
   static constexpr bool kTransposeB = kForm != Form::kForward;
 
@@ -166,15 +224,52 @@ class GroupedMatmul {
 
   // ---- producer ----
 
+  static constexpr int kRowsOfThread = kTileM / (kProducerThreads / 8);
+
+  __device__ void load_slots(const Tile& tile, bool exists, int (&slots)[kRowsOfThread]) const {
+#pragma unroll
+    for (int i = 0; i < kRowsOfThread; ++i) {
+      const int row = tile.m * kTileM + threadIdx.x % kProducerThreads / 8 + 16 * i;
+      slots[i] = exists && row < tile.num_rows ? arguments_.gather.slots[tile.first_row + row] : -1;
+    }
+  }
+
+#ifdef TMA_GATHER
+ public:
+  __device__ void produce_rows() {
+    TileWalk<kForm> walk = tiles();
+    Tile next;
+    bool has_next = walk.next(next);
+    const int row = threadIdx.x % kProducerThreads;
+    int slot = has_next && next.m * kTileM + row < next.num_rows ? arguments_.gather.slots[next.first_row + next.m * kTileM + row] : -1;
+    while (has_next) {
+      const Tile tile = next;
+      const int token = slot < 0 ? 0x7FFFFFF0 : slot / arguments_.gather.top_k;
+      has_next = walk.next(next);
+      slot = has_next && next.m * kTileM + row < next.num_rows ? arguments_.gather.slots[next.first_row + next.m * kTileM + row] : -1;
+      for (int block = 0; block < k_blocks(tile); ++block) {
+        hopper::barrier_wait(empty_ + 8 * stage_, phase_ ^ 1);
+        if (row == 0) {
+          hopper::barrier_expect(full_ + 8 * stage_, kStageBytes);
+          load_b(tile, block * kTileK);
+        }
+        hopper::tma_load(stages_ + stage_ * kStageBytes + row * 128, &maps_.h, full_ + 8 * stage_, block * kTileK, token, 0, 0);
+        advance();
+      }
+    }
+  }
+ private:
+#endif
+
   __device__ void load_a(const Tile& tile, int k) const {
     for (int half = 0; half < 2; ++half) {
       if (!tile.shares_b && half != rank_) continue;  // the other CTA brings it
       const uint32_t to = stages_ + stage_ * kStageBytes + half * (kBytesA / 2);
       const int m = tile.m * kTileM + half * 64;
       if constexpr (kForm == Form::kWgrad) {
-        load(!tile.shares_b, to, map_a_, m, kRagged - tile.num_rows + k, tile.first_row + tile.num_rows, kRagged);
+        load(!tile.shares_b, to, &maps_.a, m, kRagged - tile.num_rows + k, tile.first_row + tile.num_rows, kRagged);
       } else {
-        load(!tile.shares_b, to, map_a_, k, tile.first_row + m, 0, 0);
+        load(!tile.shares_b, to, &maps_.a, k, tile.first_row + m, 0, 0);
       }
     }
   }
@@ -185,18 +280,18 @@ class GroupedMatmul {
       const uint32_t to = stages_ + stage_ * kStageBytes + kBytesA + half * (kBytesB / 2);
       if constexpr (kForm == Form::kForward) {
         if constexpr (kGated) {  // gate columns, then up columns
-          load(tile.shares_b, to, map_b_, k, tile.n * (kTileN / 2), half, tile.expert);
+          load(tile.shares_b, to, &maps_.b, k, tile.n * (kTileN / 2), half, tile.expert);
         } else {
-          load(tile.shares_b, to, map_b_, k, tile.n * kTileN + half * (kTileN / 2), 0, tile.expert);
+          load(tile.shares_b, to, &maps_.b, k, tile.n * kTileN + half * (kTileN / 2), 0, tile.expert);
         }
       } else {
         for (int chunk = 0; chunk < 2; ++chunk) {
           const int n = tile.n * kTileN + (2 * half + chunk) * kChunk;
           const uint32_t chunk_to = to + chunk * (kBytesB / 4);
           if constexpr (kForm == Form::kDgrad) {
-            load(tile.shares_b, chunk_to, map_b_, n, k, tile.expert, 0);
+            load(tile.shares_b, chunk_to, &maps_.b, n, k, tile.expert, 0);
           } else {
-            load(tile.shares_b, chunk_to, map_b_, n, kRagged - tile.num_rows + k, tile.first_row + tile.num_rows,
+            load(tile.shares_b, chunk_to, &maps_.b, n, kRagged - tile.num_rows + k, tile.first_row + tile.num_rows,
                  kRagged);
           }
         }
@@ -230,6 +325,7 @@ class GroupedMatmul {
     constexpr uint32_t kStepB = kTransposeB ? 2 * kAtomBytes : 16 * kElementBytes;
     const uint32_t a = stages_ + stage_ * kStageBytes + warpgroup * (kBytesA / 2);
     const uint32_t b = stages_ + stage_ * kStageBytes + kBytesA;
+    if constexpr (kGather) hopper::async_proxy_fence();
     hopper::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
@@ -250,7 +346,7 @@ class GroupedMatmul {
 
   static constexpr int kChunkRegisters = 16;  // of a thread, for 64 columns
 
-  // Round a tile, to be stored part by part: chunk after chunk of 64 columns; for kSwiglu gate and up chunks in turn.
+  // Round a tile, to be stored part by part: chunk after chunk of 64 columns; for kActivate gate and up chunks in turn.
   __device__ void keep(const Tile& tile, int m, const float (&acc)[128]) {
     keep_place(tile, m + threadIdx.x / 32 % 4 * kStagingRows);
     parts_left_ = kParts;
@@ -261,7 +357,11 @@ class GroupedMatmul {
       const int from = (kHalf == 1 ? chunk : chunk % 2 * 2 + chunk / 2) * 2 * kChunkRegisters + i % kChunkRegisters * 2;
       packed_[i] = hopper::pack<T>(acc[from], acc[from + 1]);
     }
-    if constexpr (kGated) row_weights_ = row_weights(tile, m);
+    if constexpr (kGated || kBackward) row_weights_ = row_weights(tile, m);
+    if constexpr (kBackward) {
+      grad_weights_ = {0.0f, 0.0f};
+      kept_first_ = tile.first_row + m + threadIdx.x / 32 % 4 * kStagingRows;
+    }
   }
 
   // Coordinates of the tile's output for this warp's rows, see map_of_output and map_of_wgrad.
@@ -277,54 +377,46 @@ class GroupedMatmul {
   }
 
   __device__ void store_part() {
-    switch (kParts - parts_left_--) {  // registers have no index at run time
-      case 0:
-        return store_part<0>();
-      case 1:
-        return store_part<1>();
-      case 2:
-        return store_part<2>();
-      case 3:
-        return store_part<3>();
-    }
-    if constexpr (kParts > 4) {
-      switch (kParts - 1 - parts_left_) {
-        case 4:
-          return store_part<4>();
-        case 5:
-          return store_part<5>();
-        case 6:
-          return store_part<6>();
-        case 7:
-          return store_part<7>();
-      }
+    run_part<0>(kParts - parts_left_);
+    --parts_left_;
+  }
+
+  // Registers have no index at run time.
+  template <int kPart>
+  __device__ void run_part(int part) {
+    if (part == kPart) {
+      run_part<kPart>();
+    } else if constexpr (kPart + 1 < kParts) {
+      run_part<kPart + 1>(part);
     }
   }
 
   template <int kPart>
-  __device__ void store_part() {
+  __device__ void run_part() {
     if constexpr (kEpilogue == Epilogue::kStore) {
       const int n = kept_n_ + kPart * kChunk;
-      if (n < arguments_.n_size) store_chunk<kPart>(map_out_, n, 0);
+      if (n < arguments_.n_size) store_chunk<kPart>(&maps_.out, n, 0);
     } else if constexpr (kGated) {
-      constexpr int kGate = kPart / 4 * 2, kUp = kGate + 1, kHalf = kPart % 2;
-      const int n = kept_n_ + kPart / 4 * kChunk;
+      constexpr int kGate = kPart / 6 * 2, kStep = kPart % 6;
+      const int n = kept_n_ + kPart / 6 * kChunk;
       if (n >= arguments_.n_size) return;
-      if constexpr (kPart % 4 < 2) {
-        if (arguments_.activation.store_h) store_chunk<kHalf == 0 ? kGate : kUp>(map_out_, n, kHalf);
+      if constexpr (kStep < 2) {
+        if (arguments_.activation.store_h) store_chunk<kGate + kStep>(&maps_.out, n, kStep);
       } else {
-        activate_half<kGate, kHalf>();
-        if constexpr (kHalf == 1) store_chunk<kGate>(map_act_, n, 0);
+        activate_columns<kGate, kStep - 2>();
+        if constexpr (kStep == 5) store_chunk<kGate>(&maps_.act, n, 0);
       }
+    } else if constexpr (kBackward) {
+      differentiate_chunk<kPart / 6, kPart % 6>();
     }
   }
 
-  // In the place of the gate.
-  template <int kGate, int kHalf>
-  __device__ void activate_half() {
-    constexpr int kFirst = kGate * kChunkRegisters + kHalf * kChunkRegisters / 2;
+  // 16 columns, in the place of the gate.
+  template <int kGate, int kPair>
+  __device__ void activate_columns() {
+    constexpr int kFirst = kGate * kChunkRegisters + 4 * kPair;
 #pragma unroll
-    for (int i = kFirst; i < kFirst + kChunkRegisters / 2; ++i) {
+    for (int i = kFirst; i < kFirst + 4; ++i) {
       const float2 gate = hopper::unpack<T>(packed_[i]), up = hopper::unpack<T>(packed_[kChunkRegisters + i]);
       const float weight = i % 2 == 0 ? row_weights_.x : row_weights_.y;
       packed_[i] = hopper::pack<T>(activate(gate.x, up.x) * weight, activate(gate.y, up.y) * weight);
@@ -339,21 +431,141 @@ class GroupedMatmul {
     return {row < tile.num_rows ? weights[row] : 0.0f, row + 8 < tile.num_rows ? weights[row + 8] : 0.0f};
   }
 
-  __device__ float activate(float gate, float up) const {
-    const Activation& act = arguments_.activation;
-    gate = hopper::min_or_nan(gate, act.limit);
-    up = hopper::max_or_nan(hopper::min_or_nan(up, act.limit), -act.limit) + act.up_offset;
-    if constexpr (kEpilogue == Epilogue::kGeglu) {
-      return gate * 0.5f * (1.0f + erff(gate * 0.70710678118654752f)) * up;
+  struct Activated {
+    float value, slope;  // of the gate
+  };
+
+  __device__ Activated activated(float gate) const {
+    if constexpr (kAct == Act::kGelu) {
+      const float phi = 0.5f * (1.0f + erff(gate * 0.70710678118654752f));
+      return {gate * phi, phi + gate * 0.39894228040143268f * __expf(-0.5f * gate * gate)};
     }
-    return gate * hopper::reciprocal(1.0f + hopper::exp2(act.minus_alpha_log2e * gate)) * up;
+    const float scaled = kAct == Act::kSilu ? gate : arguments_.activation.alpha * gate;
+    const float sigmoid = hopper::reciprocal(1.0f + hopper::exp2(-1.4426950408889634f * scaled));
+    return {gate * sigmoid, sigmoid + sigmoid * scaled * (1.0f - sigmoid)};
+  }
+
+  __device__ float limited_gate(float gate) const {
+    if constexpr (kAct == Act::kSilu) return gate;
+    return hopper::min_or_nan(gate, arguments_.activation.limit);
+  }
+
+  __device__ float limited_up(float up) const {
+    if constexpr (kAct == Act::kSilu) return up;
+    const Activation& act = arguments_.activation;
+    return hopper::max_or_nan(hopper::min_or_nan(up, act.limit), -act.limit) + act.up_offset;
+  }
+
+  __device__ float activate(float gate, float up) const { return activated(limited_gate(gate)).value * limited_up(up); }
+
+  // ---- backward of the activation: packed_ holds its gradient, h comes in by chunks of 64 columns ----
+
+  __device__ uint32_t warp_staging(int buffer) const {
+    return staging_ + (threadIdx.x / 32 % kConsumerWarps * kStagingBuffers + buffer) * kStagingBytes;
+  }
+
+  // Steps of a chunk: load gate and up; 16 columns at a time put their gradients in their place, and the activation in
+  // that of its own; store them; store the activation by way of the gate's buffer.
+  template <int kFrom, int kStep>
+  __device__ void differentiate_chunk() {
+    const int n = kept_n_ + kFrom * kChunk;
+    const uint32_t lane = threadIdx.x % 32, row = lane % 16;
+    const uint32_t loaded = h_loaded_ + 8 * (threadIdx.x / 32 % kConsumerWarps);
+    if (n < arguments_.n_size) {
+      if constexpr (kStep == 0) {
+        if (lane == 0) {
+          hopper::tma_store_wait_read<0>();
+          hopper::barrier_expect(loaded, 2 * kStagingBytes);
+          for (int half = 0; half < 2; ++half) {
+            hopper::tma_load(warp_staging(half), &maps_.h, loaded, n, kept_first_, half, 0);
+          }
+        }
+      } else if constexpr (kStep < 5) {
+        if constexpr (kStep == 1) {
+          hopper::barrier_wait(loaded, h_phase_);
+          h_phase_ ^= 1;
+        }
+        differentiate_columns<kFrom, kStep - 1>();
+        if constexpr (kStep == 4) {
+          hopper::async_proxy_fence();
+          __syncwarp();
+          if (lane == 0) {
+            for (int half = 0; half < 2; ++half) {
+              hopper::tma_store(&maps_.out, warp_staging(half), n, kept_row_, kept_group_, kRagged, half);
+            }
+            hopper::tma_store_commit();
+          }
+        }
+      } else {
+        if (lane == 0) hopper::tma_store_wait_read<0>();
+        buffer_ = 0;
+        store_chunk<kFrom>(&maps_.act, n, 0);
+      }
+    }
+    if constexpr (kFrom == kChunks - 1 && kStep == 5) store_grad_weights();
+  }
+
+  template <int kFrom, int kPair>
+  __device__ void differentiate_columns() {
+    const uint32_t lane = threadIdx.x % 32, row = lane % 16;
+    const uint32_t at = row * 128 + ((2 * kPair + lane / 16) ^ (row % 8)) * 16;
+    uint32_t gate[4], up[4];
+    hopper::load_matrices(warp_staging(0) + at, gate[0], gate[1], gate[2], gate[3]);
+    hopper::load_matrices(warp_staging(1) + at, up[0], up[1], up[2], up[3]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      differentiate(i % 2 == 0, gate[i], up[i], packed_[kFrom * kChunkRegisters + 4 * kPair + i]);
+    }
+    hopper::store_matrices(warp_staging(0) + at, gate[0], gate[1], gate[2], gate[3]);
+    hopper::store_matrices(warp_staging(1) + at, up[0], up[1], up[2], up[3]);
+  }
+
+  // Two neighbouring columns of a row, the upper or the lower one of the thread's.
+  __device__ void differentiate(bool upper, uint32_t& gates, uint32_t& ups, uint32_t& grads) {
+    const float2 gate = hopper::unpack<T>(gates), up = hopper::unpack<T>(ups), grad = hopper::unpack<T>(grads);
+    const float weight = upper ? row_weights_.x : row_weights_.y;
+    const float3 first = differentiate(weight, gate.x, up.x, grad.x, upper);
+    const float3 second = differentiate(weight, gate.y, up.y, grad.y, upper);
+    gates = hopper::pack<T>(first.x, second.x);
+    ups = hopper::pack<T>(first.y, second.y);
+    grads = hopper::pack<T>(first.z, second.z);
+  }
+
+  // Gradients of gate and up, and the activation.
+  __device__ float3 differentiate(float weight, float gate, float up, float grad, bool upper) {
+    const Activated act = activated(limited_gate(gate));
+    const float factor = limited_up(up), product = act.value * factor;
+    (upper ? grad_weights_.x : grad_weights_.y) += grad * product;
+    grad *= weight;
+    float3 result{grad * act.slope * factor, grad * act.value, product * weight};
+    if constexpr (kAct != Act::kSilu) {
+      const float limit = arguments_.activation.limit;
+      if (gate > limit) result.x = 0.0f;
+      if (fabsf(up) > limit) result.y = 0.0f;
+    }
+    return result;
+  }
+
+  __device__ void store_grad_weights() const {
+    float* const out = arguments_.activation.grad_row_weights;
+    const int n_tiles = arguments_.groups.n_tiles;
+    if (out == nullptr || kept_n_ >= arguments_.n_size) return;
+    for (int below = 0; below < 2; ++below) {
+      float sum = below == 0 ? grad_weights_.x : grad_weights_.y;
+      sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+      sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+      const int row = threadIdx.x % 32 / 4 + 8 * below;
+      if (threadIdx.x % 4 == 0 && kept_row_ + row < kRagged) {
+        out[int64_t{kept_first_ + row} * n_tiles + kept_n_ / kTileN] = sum;
+      }
+    }
   }
 
   // 16 rows x 64 columns of this warp.
   template <int kFrom>
   __device__ void store_chunk(const CUtensorMap* map, int n, int half) {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kConsumerWarps;
-    const uint32_t buffer = staging_ + (warp * kStagingBuffers + buffer_) * kStagingBytes;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t buffer = warp_staging(buffer_);
     if (lane == 0) hopper::tma_store_wait_read<kStagingBuffers - 1>();
     __syncwarp();
     const uint32_t row = lane % 16;
@@ -406,36 +618,49 @@ class GroupedMatmul {
         out[i] = make_uint4(0, 0, 0, 0);
       }
     }
+    if (float* const grad_weights = arguments_.activation.grad_row_weights; kBackward && grad_weights != nullptr) {
+      const int64_t end = int64_t{groups.num_rows} * groups.n_tiles;
+      const int64_t thread = int64_t{blockIdx.x} * 256 + threadIdx.x % 256;
+      for (int64_t i = int64_t{rows} * groups.n_tiles + thread; i < end; i += int64_t{gridDim.x} * 256) grad_weights[i] = 0;
+    }
   }
 
-  const CUtensorMap *map_a_, *map_b_, *map_out_, *map_act_;
+  const Maps& maps_;
   const Arguments& arguments_;
-  uint32_t stages_, staging_, full_, empty_;
-  int rank_;
+  const int rank_;
+  uint32_t stages_, staging_, full_, empty_, h_loaded_;
   int stage_ = 0, buffer_ = 0;
   uint32_t phase_ = 0;
 
   static constexpr int kChunks = kTileN / kChunk;
-  static constexpr int kParts = kGated ? 8 : 4;
-  int kept_n_, kept_row_, kept_group_, parts_left_ = 0;
-  float2 row_weights_;
+  static constexpr int kParts = kGated ? 12 : kBackward ? 24 : 4;
+  int kept_n_, kept_row_, kept_group_, kept_first_, parts_left_ = 0;
+  uint32_t h_phase_ = 0;
+  float2 row_weights_, grad_weights_;
   uint32_t packed_[kChunks * kChunkRegisters];
 };
 
-template <typename T, Form kForm, Epilogue kEpilogue>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) grouped_mm_kernel(
-    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
-    const __grid_constant__ CUtensorMap map_out, const __grid_constant__ CUtensorMap map_act,
-    const __grid_constant__ Arguments arguments) {
+template <typename T, Form kForm, Epilogue kEpilogue, Act kAct, bool kGather>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    grouped_mm_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Arguments arguments) {
   extern __shared__ uint8_t shared[];
-  GroupedMatmul<T, kForm, kEpilogue> matmul(&map_a, &map_b, &map_out, &map_act, arguments, shared);
+  GroupedMatmul<T, kForm, kEpilogue, kAct, kGather> matmul(maps, arguments, shared);
   matmul.init();
   const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);  // uniform, as the compiler can see
   if (warpgroup == 2) {
-    hopper::registers_shrink<40>();
-    if (threadIdx.x / 32 == 8) matmul.produce();
+    if constexpr (kGather) {
+      hopper::registers_shrink<56>();
+#ifdef TMA_GATHER
+      matmul.produce_rows();
+#else
+      matmul.produce_gathered();
+#endif
+    } else {
+      hopper::registers_shrink<40>();
+      if (threadIdx.x / 32 == kConsumerWarps) matmul.produce();
+    }
   } else {
-    hopper::registers_grow<232>();
+    hopper::registers_grow<kGather ? 224 : 232>();
     matmul.consume(warpgroup);
   }
   hopper::cluster_sync();  // the other CTA may still write to this one's shared memory

@@ -15,6 +15,9 @@ pytest_plugins = ["tests.skip_guard"]
 
 # cuBLAS is deterministic, as the tests demand, only with a workspace of its own.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Read where Triton kernels are defined, so before any test imports them.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
 fill_empty_with_nan()
 

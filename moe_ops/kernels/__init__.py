@@ -10,13 +10,24 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .. import _library
 from .kernel import Kernel
 
 # Modules with a dict KERNELS: operator -> its kernels, best first. Those of the second list are
 # written in Triton and serve only where it is installed.
 _MODULES = ["grouped_mm"]
-_TRITON_MODULES: list[str] = []
+_TRITON_MODULES = [
+    "permute",
+    "row_dot",
+    "swiglu",
+    "grouped_bias",
+    "sort_chunks",
+    "sort_slots",
+    "topk_route",
+    "topk_route_backward",
+]
 
 
 @functools.cache
@@ -32,15 +43,36 @@ def _kernels() -> dict[str, list[Kernel]]:
 
 def choose(op: str, *args: Any) -> Callable[..., Any]:
     """The fastest kernel of operator `op` that takes these arguments (device, dtypes, shapes)."""
-    for kernel in _kernels().get(op, []):
-        if kernel.takes(*args):
-            return kernel.run
-    return _library.OPS[op].reference
+    kernel = _chosen(op, args)
+    if kernel is not None:
+        return kernel.run
+    return (_library.OPS.get(op) or _library.PRIVATE_OPS[op]).reference
+
+
+def name_of(op: str, *args: Any) -> str:
+    """Name of the kernel that `choose` would give, or "reference"."""
+    kernel = _chosen(op, args)
+    return "reference" if kernel is None else kernel.name
+
+
+def fuses(op: str, *args: Any) -> bool:
+    """Whether private operator `op` is worth having for these arguments: a kernel does all of it
+    without the tensors that it is to save. On the CPU the reference stands for such a kernel.
+    """
+    if next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type == "cpu":
+        return True
+    kernel = _chosen(op, args)
+    return kernel is not None and not kernel.composes
+
+
+def _chosen(op: str, args: tuple[Any, ...]) -> Kernel | None:
+    """None: the reference."""
+    return next((kernel for kernel in _kernels().get(op, []) if kernel.takes(*args)), None)
 
 
 def table() -> dict[str, list[str]]:
     """Operator -> names of its kernels, best first."""
     return {
         op: [kernel.name for kernel in _kernels().get(op, [])] + ["reference"]
-        for op in _library.OPS
+        for op in (*_library.OPS, *_library.PRIVATE_OPS)
     }

@@ -1,0 +1,1 @@
+"""Measurements: `python -m benchmarks.bench_ops`, `python -m benchmarks.bench_layer`."""
