@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint types pytest test-gpu bench clean
+.PHONY: help env native demo test lint types pytest test-gpu bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,6 +24,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[demo,test]"
 	@touch $@
 
+native: env  ## compile the CUDA kernels of csrc/ in place; needs nvcc, takes minutes
+	$(BIN)/python -m csrc.build
+
 demo: env  ## train a small MoE transformer on 2 processes; ARGS="--help" lists its options
 	$(BIN)/python -m moe_ops demo $(ARGS)
 
@@ -32,6 +35,7 @@ test: lint types pytest  ## lint, types and every test that needs no GPU
 lint: env  ## style, format and spelling
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(wildcard csrc/*.cu csrc/*.cuh csrc/*.h)
 	$(BIN)/codespell
 
 types: env  ## type hints
@@ -48,5 +52,5 @@ bench: env  ## time operators on this machine, all or OP=permute; ARGS="--help" 
 	$(BIN)/python -m benchmarks.bench_ops $(if $(OP),--op $(OP)) $(ARGS)
 
 clean:  ## remove the environment, caches, builds and the demo's output
-	rm -rf $(VENV) build demo_out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build moe_ops/lib demo_out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -82,7 +82,7 @@ class GroupedMatmul {
   __device__ void init() const {
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < kStages; ++stage) {
-        hopper::barrier_init(full_ + 8 * stage, kGatherArrivals);
+        hopper::barrier_init(full_ + 8 * stage, kGather ? 1 + kProducerThreads : 1);
         hopper::barrier_init(empty_ + 8 * stage, 2 * kConsumerWarps);
       }
       for (int warp = 0; warp < kConsumerWarps; ++warp) hopper::barrier_init(h_loaded_ + 8 * warp, 1);
@@ -120,6 +120,7 @@ class GroupedMatmul {
     const int thread = threadIdx.x % kProducerThreads;
     const int piece = thread % 8, first = thread / 8;
     const uint32_t swizzled = first * 128 + ((piece ^ (first % 8)) * 16);
+    int previous = -1;
     while (has_next) {
       tile = next;
 #pragma unroll
@@ -142,10 +143,14 @@ class GroupedMatmul {
           const int64_t at = valid ? tokens[i] * arguments_.gather.token_bytes + k * kElementBytes : 0;
           hopper::copy_16_async(to + i * 16 * 128, arguments_.gather.tokens + at, valid);
         }
-        hopper::barrier_arrive_after_copies(full_ + 8 * stage_);
+        // A stage is handed over once the next one's copies are under way.
+        hopper::copies_commit();
+        if (previous >= 0) hand_over<1>(previous);
+        previous = stage_;
         advance();
       }
     }
+    if (previous >= 0) hand_over<0>(previous);
   }
 
   // Two warpgroups: multiply what the stages hold, 64 rows each. A tile's results wait in registers, rounded, and are
@@ -196,11 +201,6 @@ class GroupedMatmul {
   }
 
  private:
-#ifdef TMA_GATHER
-  static constexpr int kGatherArrivals = 1;
-#else
-  static constexpr int kGatherArrivals = kGather ? 1 + kProducerThreads : 1;
-#endif
   static constexpr bool kGated = kEpilogue == Epilogue::kActivate;
   static constexpr bool kBackward = kEpilogue == Epilogue::kDifferentiate;
   static constexpr bool kTransposeA = kForm == Form::kWgrad;
@@ -226,6 +226,13 @@ class GroupedMatmul {
 
   static constexpr int kRowsOfThread = kTileM / (kProducerThreads / 8);
 
+  template <int kPending>
+  __device__ void hand_over(int stage) const {
+    hopper::copies_wait<kPending>();
+    hopper::async_proxy_fence();
+    hopper::barrier_arrive(full_ + 8 * stage);
+  }
+
   __device__ void load_slots(const Tile& tile, bool exists, int (&slots)[kRowsOfThread]) const {
 #pragma unroll
     for (int i = 0; i < kRowsOfThread; ++i) {
@@ -233,33 +240,6 @@ class GroupedMatmul {
       slots[i] = exists && row < tile.num_rows ? arguments_.gather.slots[tile.first_row + row] : -1;
     }
   }
-
-#ifdef TMA_GATHER
- public:
-  __device__ void produce_rows() {
-    TileWalk<kForm> walk = tiles();
-    Tile next;
-    bool has_next = walk.next(next);
-    const int row = threadIdx.x % kProducerThreads;
-    int slot = has_next && next.m * kTileM + row < next.num_rows ? arguments_.gather.slots[next.first_row + next.m * kTileM + row] : -1;
-    while (has_next) {
-      const Tile tile = next;
-      const int token = slot < 0 ? 0x7FFFFFF0 : slot / arguments_.gather.top_k;
-      has_next = walk.next(next);
-      slot = has_next && next.m * kTileM + row < next.num_rows ? arguments_.gather.slots[next.first_row + next.m * kTileM + row] : -1;
-      for (int block = 0; block < k_blocks(tile); ++block) {
-        hopper::barrier_wait(empty_ + 8 * stage_, phase_ ^ 1);
-        if (row == 0) {
-          hopper::barrier_expect(full_ + 8 * stage_, kStageBytes);
-          load_b(tile, block * kTileK);
-        }
-        hopper::tma_load(stages_ + stage_ * kStageBytes + row * 128, &maps_.h, full_ + 8 * stage_, block * kTileK, token, 0, 0);
-        advance();
-      }
-    }
-  }
- private:
-#endif
 
   __device__ void load_a(const Tile& tile, int k) const {
     for (int half = 0; half < 2; ++half) {
@@ -325,7 +305,6 @@ class GroupedMatmul {
     constexpr uint32_t kStepB = kTransposeB ? 2 * kAtomBytes : 16 * kElementBytes;
     const uint32_t a = stages_ + stage_ * kStageBytes + warpgroup * (kBytesA / 2);
     const uint32_t b = stages_ + stage_ * kStageBytes + kBytesA;
-    if constexpr (kGather) hopper::async_proxy_fence();
     hopper::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
@@ -437,8 +416,14 @@ class GroupedMatmul {
 
   __device__ Activated activated(float gate) const {
     if constexpr (kAct == Act::kGelu) {
-      const float phi = 0.5f * (1.0f + erff(gate * 0.70710678118654752f));
-      return {gate * phi, phi + gate * 0.39894228040143268f * __expf(-0.5f * gate * gate)};
+      // Phi by formula 7.1.26 of Abramowitz and Stegun (error 1e-7): erff would be a call, and calls end a wgmma pipeline.
+      const float x = fabsf(gate) * 0.70710678118654752f;
+      const float bell = hopper::exp2(-1.4426950408889634f * x * x);
+      const float t = hopper::reciprocal(1.0f + 0.3275911f * x);
+      const float tail = 0.5f * bell * t *
+          (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+      const float phi = gate < 0.0f ? tail : 1.0f - tail;
+      return {gate * phi, phi + gate * 0.39894228040143268f * bell};
     }
     const float scaled = kAct == Act::kSilu ? gate : arguments_.activation.alpha * gate;
     const float sigmoid = hopper::reciprocal(1.0f + hopper::exp2(-1.4426950408889634f * scaled));
@@ -650,11 +635,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   if (warpgroup == 2) {
     if constexpr (kGather) {
       hopper::registers_shrink<56>();
-#ifdef TMA_GATHER
-      matmul.produce_rows();
-#else
       matmul.produce_gathered();
-#endif
     } else {
       hopper::registers_shrink<40>();
       if (threadIdx.x / 32 == kConsumerWarps) matmul.produce();

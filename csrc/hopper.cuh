@@ -37,9 +37,8 @@ __device__ inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
       : "memory");
 }
 
-// Arrives once all cp.async of this thread so far have landed.
-__device__ inline void barrier_arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -123,8 +122,18 @@ __device__ inline void async_proxy_fence() {
 
 // 16 bytes, or 16 zeros if `valid` is false (then nothing is read).
 __device__ inline void copy_16_async(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
+}
+
+__device__ inline void copies_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// At most the latest `kPending` groups of this thread's copies have yet to land.
+template <int kPending>
+__device__ inline void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // ---- matrices ----

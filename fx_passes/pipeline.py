@@ -17,10 +17,16 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from moe_ops import _library
 
+from .fold_permute_grouped_mm import fold_permute_grouped_mm_pass, recompute_rows_pass
+from .fuse_swiglu import fuse_swiglu_pass, recompute_activation_pass
+from .lower import lower_pass
+
 _log = logging.getLogger(__name__)
 
+_JOINT = "joint_custom_post_pass"
+_POST_GRAD = "post_grad_custom_post_pass"
 # Installed even without a pass: its uuid puts our sources into the keys of the compile caches.
-_ALWAYS_INSTALLED = "post_grad_custom_post_pass"
+_ALWAYS_INSTALLED = _POST_GRAD
 
 Pass = Callable[[torch.fx.Graph], int]
 """Rewrites a graph in place and returns how many matches it rewrote."""
@@ -28,7 +34,17 @@ Pass = Callable[[torch.fx.Graph], int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassConfig:
-    """Switches and bounds, one field per pass, named after it. No pass exists yet."""
+    """Switches and bounds, one field per pass, named after it.
+
+    `fold_permute_grouped_mm`: grouped matmuls gather tokens themselves; expanded rows are neither
+        written nor kept for backward.
+    `fuse_swiglu`: the activation runs within the matmul beside it and is not kept for backward.
+    `lower`: gradients of float32 weights under autocast stay in float32.
+    """
+
+    fold_permute_grouped_mm: bool = True
+    fuse_swiglu: bool = True
+    lower: bool = True
 
 
 def options(
@@ -65,7 +81,17 @@ def options(
 
 def _passes(config: PassConfig) -> list[tuple[str, Pass]]:
     """(hook, pass with its options bound), in the order they run; every place has its reason."""
-    return []
+    passes: list[tuple[bool, str, Pass]] = [
+        # Before the partitioner, which then keeps neither rows nor activations for backward.
+        (config.fold_permute_grouped_mm, _JOINT, recompute_rows_pass),
+        (config.fuse_swiglu, _JOINT, recompute_activation_pass),
+        # Before folding, which knows the fused operators but cannot be undone to make them.
+        (config.fuse_swiglu, _POST_GRAD, fuse_swiglu_pass),
+        (config.fold_permute_grouped_mm, _POST_GRAD, fold_permute_grouped_mm_pass),
+        # Last: it looks at what the others leave.
+        (config.lower, _POST_GRAD, lower_pass),
+    ]
+    return [(hook, run) for on, hook, run in passes if on]
 
 
 def _hooks(config: PassConfig) -> dict[str, Any]:
@@ -92,7 +118,8 @@ class CompositePass(CustomGraphPass):
             start = time.perf_counter()
             count = run(graph)
             took_ms = 1e3 * (time.perf_counter() - start)
-            _log.debug("%s: %s rewrote %d in %.1f ms", self.hook, run, count, took_ms)
+            name = getattr(run, "__name__", run)
+            _log.debug("%s: %s changed %d in %.1f ms", self.hook, name, count, took_ms)
         graph.lint()
 
     def uuid(self) -> str:

@@ -27,6 +27,7 @@ class OpInfo:
 
 
 OPS: dict[str, OpInfo] = {}
+PRIVATE_OPS: dict[str, OpInfo] = {}  # what graph passes emit after the partitioner
 
 
 def define(
@@ -37,6 +38,7 @@ def define(
     fake: Callable[..., Any],
     setup_context: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
+    private: bool = False,
 ) -> Any:
     """Register the operator `schema` and return what its public function calls.
 
@@ -45,7 +47,7 @@ def define(
     operator, eager or traced, is told as much as one of the public function. For an operator that
     takes a `group_name` it returns the settings that must be equal on all ranks, and `comm.agree`
     turns a failure on one rank into an error on every rank. Without a `backward` the operator
-    raises when a gradient is asked of it.
+    raises when a gradient is asked of it. A `private` operator is one that only passes emit.
     """
     from . import comm, kernels  # noqa: PLC0415 - comm and kernels may import this module
 
@@ -66,7 +68,12 @@ def define(
         return call
 
     def cuda(*args: Any) -> Any:
-        return kernels.choose(name, *args)(*args)
+        kernel = kernels.choose(name, *args)
+        device = next(arg for arg in args if isinstance(arg, torch.Tensor)).device
+        if device.index == torch.cuda.current_device():
+            return kernel(*args)
+        with torch.cuda.device(device):  # where Triton launches
+            return kernel(*args)
 
     def checked_fake(*args: Any) -> Any:
         check(*args)
@@ -83,7 +90,8 @@ def define(
         lib=_LIBRARY,
     )
     torch.library.register_vmap(qualified_name, _no_vmap(name), lib=_LIBRARY)
-    OPS[name] = OpInfo(name, schema, reference.__module__, reference, backward is not None)
+    ops = PRIVATE_OPS if private else OPS
+    ops[name] = OpInfo(name, schema, reference.__module__, reference, backward is not None)
     return _public(getattr(torch.ops.moe_ops, name).default, group_at)
 
 

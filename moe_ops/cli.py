@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from . import __version__, comm, kernels
+from .kernels import native
 
 _DEMO_EXTRAS = ("matplotlib", "tqdm")
 
@@ -68,6 +69,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "CUDA driver", _cuda_driver()
     for package in ("triton", "numpy"):
         yield package, _installed(package)
+    yield "native kernels", native.status()
 
 
 def _installed(package: str) -> str:

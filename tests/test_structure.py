@@ -56,6 +56,7 @@ OPTIONAL_PACKAGES = {"demo": {"matplotlib", "tqdm"}, "kernels": {"triton"}}
 OP_FILES_MAY_IMPORT = {("dispatch", "moe_ops.ops.exchange_plan")}
 
 OPS = sorted(_library.OPS)
+ALL_OPS = sorted(_library.OPS | _library.PRIVATE_OPS)
 
 
 def name_of(path: Path) -> str:
@@ -187,10 +188,11 @@ def test_skips_have_an_allowed_reason() -> None:
 
 
 def file_of(op: str) -> Path:
-    return ROOT.joinpath(*_library.OPS[op].module.split(".")).with_suffix(".py")
+    info = _library.OPS.get(op) or _library.PRIVATE_OPS[op]
+    return ROOT.joinpath(*info.module.split(".")).with_suffix(".py")
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ALL_OPS)
 def test_op_is_functional(op: str) -> None:
     schema = getattr(torch.ops.moe_ops, op).default._schema
     assert not schema.is_mutable
@@ -200,13 +202,13 @@ def test_op_is_functional(op: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["CPU", "CUDA", "Autograd"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ALL_OPS)
 def test_op_has_kernel(op: str, key: str) -> None:
     """An op without a derivative has a rule that raises, so that no gradient is lost silently."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_ops::{op}", key)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ALL_OPS)
 def test_op_has_fake(op: str) -> None:
     entry = torch._library.simple_registry.singleton.find(f"moe_ops::{op}")
     assert entry.fake_impl.kernel is not None
@@ -218,7 +220,12 @@ def test_op_is_public(op: str) -> None:
     assert getattr(moe_ops, op).__doc__
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", sorted(_library.PRIVATE_OPS))
+def test_private_op_is_not_public(op: str) -> None:
+    assert op not in moe_ops.__all__
+
+
+@pytest.mark.parametrize("op", ALL_OPS)
 def test_op_lies_where_its_name_says(op: str) -> None:
     path = file_of(op)
     assert path.parent == ROOT / "moe_ops" / "ops"
@@ -226,12 +233,14 @@ def test_op_lies_where_its_name_says(op: str) -> None:
         "combine": "dispatch",
         "unpermute": "permute",
         "reduce_scatter_rows": "all_gather_rows",
+        "grouped_mm_wgrad_f32": "gather_grouped_mm",
+        "swiglu_backward_with_output": "grouped_mm_swiglu",
     }
     word = op.removesuffix("_backward").removesuffix("_wgrad")
     assert path.stem == mirrors.get(word, word)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ALL_OPS)
 def test_op_file_has_worked_example(op: str) -> None:
     doc = ast.get_docstring(parse(file_of(op))) or ""
     assert "Letters:" in doc
@@ -247,5 +256,5 @@ def test_op_is_in_readme_table(op: str) -> None:
 def test_every_op_file_has_ops_and_tests() -> None:
     files = {path.stem for path in (ROOT / "moe_ops" / "ops").glob("[!_]*.py")}
     tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "ops").glob("*.py")}
-    assert files == {file_of(op).stem for op in OPS}
+    assert files == {file_of(op).stem for op in ALL_OPS}
     assert not files - tests

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .kernel import Kernel
-from .permute import column_block, computes_in_float32
+from .permute import ceil_div, column_block, computes_in_float32, power_of_two_from
 
 _TILE = 2048
 # Chunks are at least so long, and about 1024 at most.
@@ -170,7 +170,7 @@ def grouped_bias(
         return out_CO
     block = column_block(width, 128, 512)
     tile = _TILE // block
-    grouped_bias_kernel[(triton.cdiv(num_rows, tile) * triton.cdiv(width, block),)](
+    grouped_bias_kernel[(ceil_div(num_rows, tile) * ceil_div(width, block),)](
         rows_CO.contiguous(),
         bias_LO.contiguous(),
         None if row_weights_C is None else row_weights_C.contiguous(),
@@ -197,10 +197,9 @@ def grouped_bias_backward(
     (num_rows, width), num_experts = grad_CO.shape, offsets_L.shape[0]
     grad_bias_LO = bias_LO.new_empty(bias_LO.shape)
     block = column_block(max(width, 1), 64, 256)
-    blocks, tile = triton.cdiv(width, block), max(_TILE // block, 1)
-    chunk_rows = triton.next_power_of_2(triton.cdiv(num_rows, _MOST_CHUNKS))
-    chunk_rows = max(chunk_rows, _SHORTEST_CHUNK)
-    chunks = triton.cdiv(num_rows, chunk_rows)
+    blocks, tile = ceil_div(width, block), max(_TILE // block, 1)
+    chunk_rows = power_of_two_from(max(ceil_div(num_rows, _MOST_CHUNKS), _SHORTEST_CHUNK))
+    chunks = ceil_div(num_rows, chunk_rows)
     stretches = grad_CO.new_empty(chunks + num_experts, width, dtype=torch.float32)
     weighted = row_weights_C is not None
     row_dots = grad_CO.new_empty(blocks, num_rows if weighted else 0, dtype=torch.float32)
@@ -222,7 +221,7 @@ def grouped_bias_backward(
         num_warps=4,
     )
     block = min(block, 128)
-    bias_sums_kernel[(num_experts * triton.cdiv(width, block),)](
+    bias_sums_kernel[(num_experts * ceil_div(width, block),)](
         stretches,
         offsets_L,
         grad_bias_LO,

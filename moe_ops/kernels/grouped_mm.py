@@ -1,44 +1,173 @@
-"""CUDA kernels of grouped_mm and grouped_mm_wgrad that never wait for the device.
+"""CUDA kernels of grouped_mm, its wgrad, and their gathered forms, none of which waits for the
+device: csrc/grouped_mm.cuh on compute capability 9.0, else `torch._grouped_mm`, else Triton.
 
-Both use the same letters as `moe_ops.ops.grouped_mm`.
+Letters as in `moe_ops.ops.grouped_mm`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import torch
 
 from ..layout import expert_of_row, held_rows
+from . import native
 from .kernel import Kernel, always
+
+_ALIGNMENT = 16  # bytes, of rows and of the first element, for the copy engine
+
+# A gathering matmul is 18 to 26 % slower than a plain one (H200, 2026-11-30), the copy it saves
+# costs as much as this many columns of output (OLMoE, Qwen3: even at 1024).
+_GATHERED_COLUMNS = 1024
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def native_takes(*operands: torch.Tensor) -> bool:
+    """csrc/ takes bf16 and fp16 with sizes, but for the number of rows, that are multiples of 8."""
+    first = operands[0]
+    return (
+        first.dtype in (torch.bfloat16, torch.float16)
+        and _capability(first.device) == (9, 0)
+        and all(size % 8 == 0 and size > 0 for t in operands for size in t.shape[1:])
+        and first.shape[0] > 0
+        and native.available()
+    )
+
+
+def aligned(rows: torch.Tensor) -> torch.Tensor:
+    """`rows`, contiguous and aligned for the copy engine."""
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % _ALIGNMENT == 0 else rows.clone()
+
+
+def aligned_weights(w_LOI: torch.Tensor) -> torch.Tensor:
+    """The same for weights, of which a transposed view may stay one."""
+    if w_LOI.mT.is_contiguous() and not w_LOI.is_contiguous():
+        return aligned(w_LOI.mT).mT
+    return aligned(w_LOI)
+
+
+def native_grouped_mm(
+    a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor
+) -> torch.Tensor:
+    """csrc/grouped_mm.cuh."""
+    return _native(a_CI, None, 1, w_LOI, offsets_L)
+
+
+def native_gather_grouped_mm(
+    x_TI: torch.Tensor,
+    slot_of_row_C: torch.Tensor,
+    top_k: int,
+    w_LOI: torch.Tensor,
+    offsets_L: torch.Tensor,
+) -> torch.Tensor:
+    """csrc/grouped_mm.cuh; its producers copy rows of x, 16 bytes at a time."""
+    return _native(x_TI, slot_of_row_C.contiguous(), top_k, w_LOI, offsets_L)
+
+
+def _native(
+    a: torch.Tensor,
+    slots: torch.Tensor | None,
+    top_k: int,
+    w_LOI: torch.Tensor,
+    offsets_L: torch.Tensor,
+) -> torch.Tensor:
+    num_rows = (a if slots is None else slots).shape[0]
+    c_CO = a.new_empty(num_rows, w_LOI.shape[1])
+    torch.ops.moe_ops_native.grouped_mm(
+        aligned(a), slots, top_k, aligned_weights(w_LOI), offsets_L.contiguous(), c_CO
+    )
+    return c_CO
+
+
+def native_wgrad(g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
+    """csrc/grouped_mm.cuh; an empty group gives zeros."""
+    return _native_wgrad(g_CO, a_CI, offsets_L, g_CO.dtype)
+
+
+def native_wgrad_f32(
+    g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor
+) -> torch.Tensor:
+    """The same without rounding the sums."""
+    return _native_wgrad(g_CO, a_CI, offsets_L, torch.float32)
+
+
+def _native_wgrad(
+    g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    w_LOI = g_CO.new_empty(offsets_L.shape[0], g_CO.shape[1], a_CI.shape[1], dtype=dtype)
+    torch.ops.moe_ops_native.grouped_mm_wgrad(
+        aligned(g_CO), aligned(a_CI), offsets_L.contiguous(), w_LOI, False
+    )
+    return w_LOI
+
+
+def _takes_matmul(a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor) -> bool:
+    return native_takes(a_CI, w_LOI)
+
+
+def _takes_gather(
+    x_TI: torch.Tensor,
+    slot_of_row_C: torch.Tensor,
+    top_k: int,
+    w_LOI: torch.Tensor,
+    offsets_L: torch.Tensor,
+) -> bool:
+    few_columns = w_LOI.shape[1] <= _GATHERED_COLUMNS
+    return few_columns and slot_of_row_C.shape[0] > 0 and native_takes(x_TI, w_LOI)
+
+
+def _takes_wgrad(g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor) -> bool:
+    return native_takes(g_CO, a_CI)
 
 
 def _torch_takes(a: torch.Tensor, b: torch.Tensor, offsets_L: torch.Tensor) -> bool:
     """`torch._grouped_mm` has a kernel without host sync for bf16 on compute capability 9 and
     up.
     """
-    if a.dtype != torch.bfloat16 or torch.cuda.get_device_capability(a.device) < (9, 0):
+    if a.dtype != torch.bfloat16 or _capability(a.device) < (9, 0):
         return False
     sizes_aligned = all(size % 8 == 0 and size > 0 for t in (a, b) for size in t.shape[1:])
     return sizes_aligned and a.shape[0] > 0 and offsets_L.shape[0] > 0
-
-
-def _mask_tail(rows: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
-    return torch.where(held_rows(offsets_L, rows.shape[0])[:, None], rows, 0)
 
 
 def torch_grouped_mm(
     a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor
 ) -> torch.Tensor:
     """`torch._grouped_mm`, whose rows past the last offset are uninitialised."""
-    dense = w_LOI.is_contiguous() or w_LOI.mT.is_contiguous()
-    w_LIO = (w_LOI if dense else w_LOI.contiguous()).mT
-    return _mask_tail(torch._grouped_mm(a_CI.contiguous(), w_LIO, offs=offsets_L), offsets_L)
+    w_LIO = aligned_weights(w_LOI).mT
+    c_CO = torch._grouped_mm(aligned(a_CI), w_LIO, offs=offsets_L)
+    return torch.where(held_rows(offsets_L, c_CO.shape[0])[:, None], c_CO, 0)
 
 
-def torch_grouped_mm_wgrad(
-    g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor
-) -> torch.Tensor:
+def torch_wgrad(g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
     """`torch._grouped_mm` over groups of the shared dimension; an empty group gives zeros."""
-    return torch._grouped_mm(g_CO.contiguous().mT, a_CI.contiguous(), offs=offsets_L)
+    return torch._grouped_mm(aligned(g_CO).mT, aligned(a_CI), offs=offsets_L)
+
+
+def _triton_takes(a: torch.Tensor, *others: torch.Tensor) -> bool:
+    return a.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+
+
+def triton_grouped_mm(
+    a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor
+) -> torch.Tensor:
+    """Any widths and strides."""
+    from . import grouped_mm_triton  # noqa: PLC0415 - Triton is optional
+
+    return grouped_mm_triton.grouped_mm(a_CI, w_LOI, offsets_L)
+
+
+def triton_wgrad(g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
+    """Any widths and strides."""
+    from . import grouped_mm_triton_wgrad  # noqa: PLC0415 - Triton is optional
+
+    return grouped_mm_triton_wgrad.grouped_mm_wgrad(g_CO, a_CI, offsets_L)
 
 
 def masked_grouped_mm(
@@ -52,9 +181,7 @@ def masked_grouped_mm(
     return c_CO
 
 
-def masked_grouped_mm_wgrad(
-    g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor
-) -> torch.Tensor:
+def masked_wgrad(g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
     """One full-height matmul an expert with the other experts' rows set to zero."""
     expert_C = expert_of_row(offsets_L, a_CI.shape[0])
     wgrads = []
@@ -66,11 +193,17 @@ def masked_grouped_mm_wgrad(
 
 KERNELS: dict[str, list[Kernel]] = {
     "grouped_mm": [
+        Kernel("csrc/grouped_mm.cuh", _takes_matmul, native_grouped_mm),
         Kernel("torch._grouped_mm", _torch_takes, torch_grouped_mm),
+        Kernel("triton", _triton_takes, triton_grouped_mm),
         Kernel("masked matmuls", always, masked_grouped_mm),
     ],
     "grouped_mm_wgrad": [
-        Kernel("torch._grouped_mm", _torch_takes, torch_grouped_mm_wgrad),
-        Kernel("masked matmuls", always, masked_grouped_mm_wgrad),
+        Kernel("csrc/grouped_mm.cuh", _takes_wgrad, native_wgrad),
+        Kernel("torch._grouped_mm", _torch_takes, torch_wgrad),
+        Kernel("triton", _triton_takes, triton_wgrad),
+        Kernel("masked matmuls", always, masked_wgrad),
     ],
+    "grouped_mm_wgrad_f32": [Kernel("csrc/grouped_mm.cuh", _takes_wgrad, native_wgrad_f32)],
+    "gather_grouped_mm": [Kernel("csrc/grouped_mm.cuh", _takes_gather, native_gather_grouped_mm)],
 }

@@ -10,8 +10,8 @@ class Kernel(NamedTuple):
     """`run` takes the operator's arguments, on CUDA, whenever `takes` says so of them.
 
     `takes` looks at devices, dtypes and shapes alone, so a pass may ask it of fake tensors.
-    `composes`: of a fused operator, it still writes the intermediate tensors that fusing is to save,
-    so that passes leave the plain operators alone.
+    `composes`: of a fused operator, it still writes the tensors that fusing is to save, so that
+    passes leave the plain operators alone.
     """
 
     name: str

@@ -8,6 +8,7 @@ Letters as in `moe_ops.ops.permute`: T tokens, K top-k, C rows, H hidden; -1 = n
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,27 +30,38 @@ def computes_in_float32(values: torch.Tensor, *others: Any) -> bool:
     return values.dtype != torch.float64
 
 
+def ceil_div(a: int, b: int) -> int:
+    """Not triton.cdiv, which takes longer on the host than the rest of a launch's arithmetic."""
+    return -(-a // b)
+
+
+def power_of_two_from(size: int) -> int:
+    """The least that is not less than `size` >= 1."""
+    return 1 << (size - 1).bit_length()
+
+
+@functools.cache
 def column_block(width: int, least: int, most: int) -> int:
     """Columns a program covers at a time: the power of two between `least` and `most` that pads the
     width least, the largest of several; less than `least` only if the width is.
     """
-    block = best = min(most, triton.next_power_of_2(width))
+    block = best = min(most, power_of_two_from(width))
     while block > least:
         block //= 2
-        if triton.cdiv(width, block) * block < triton.cdiv(width, best) * best:
+        if ceil_div(width, block) * block < ceil_div(width, best) * best:
             best = block
     return best
 
 
 def warps_for(elements: int, per_thread: int) -> int:
     """Warps of a program, 1 to 8, that leave each thread about `per_thread` of its elements."""
-    return min(max(triton.next_power_of_2(elements) // (32 * per_thread), 1), 8)
+    return min(max(power_of_two_from(elements) // (32 * per_thread), 1), 8)
 
 
 def _steps_of(top_k: int) -> int:
     """Choices that a kernel takes in one go, such that it takes as many each time."""
-    rounds = max(triton.cdiv(top_k, _MOST_STEPS), 1)
-    return max(triton.cdiv(top_k, rounds), 1)
+    rounds = max(ceil_div(top_k, _MOST_STEPS), 1)
+    return max(ceil_div(top_k, rounds), 1)
 
 
 @triton.jit
@@ -230,9 +242,9 @@ def permute(
     x_TH, slot_of_row_C = x_TH.contiguous(), slot_of_row_C.contiguous()
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     if width * x_TH.element_size() < _NARROW_BYTES:
-        block = triton.next_power_of_2(width)
+        block = power_of_two_from(width)
         tile = max(1024 // block, 1)
-        permute_rows_kernel[(triton.cdiv(num_rows, tile),)](
+        permute_rows_kernel[(ceil_div(num_rows, tile),)](
             x_TH,
             weights_TK,
             slot_of_row_C,
@@ -246,8 +258,8 @@ def permute(
         )
         return rows_CH
     block = column_block(width, 512, 2048)
-    token_programs = num_tokens * triton.cdiv(width, block)
-    permute_tokens_kernel[(token_programs + triton.cdiv(num_rows, _ZERO_ROWS),)](
+    token_programs = num_tokens * ceil_div(width, block)
+    permute_tokens_kernel[(token_programs + ceil_div(num_rows, _ZERO_ROWS),)](
         x_TH,
         weights_TK,
         slot_of_row_C,
@@ -279,7 +291,7 @@ def unpermute(
         return x_TH
     block = column_block(width, 512, 2048)
     tokens = max(1024 // block, 1)
-    unpermute_kernel[(triton.cdiv(num_tokens, tokens) * triton.cdiv(width, block),)](
+    unpermute_kernel[(ceil_div(num_tokens, tokens) * ceil_div(width, block),)](
         rows_CH.contiguous(),
         None if weights_TK is None else weights_TK.contiguous(),
         row_of_slot_TK.contiguous(),

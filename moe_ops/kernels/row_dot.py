@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .kernel import Kernel
-from .permute import computes_in_float32
+from .permute import ceil_div, computes_in_float32, power_of_two_from
 
 _UNROLL_H = 4
 
@@ -64,9 +64,9 @@ def row_dot(
     dots_TK = rows_CH.new_empty(num_tokens, top_k, dtype=torch.float32)
     if dots_TK.numel() == 0:
         return dots_TK
-    block_k = min(triton.next_power_of_2(top_k), 8)
-    block_h = min(512 // rows_CH.element_size(), triton.next_power_of_2(max(width, 1)))
-    row_dot_kernel[(num_tokens * triton.cdiv(top_k, block_k),)](
+    block_k = min(power_of_two_from(top_k), 8)
+    block_h = min(512 // rows_CH.element_size(), power_of_two_from(max(width, 1)))
+    row_dot_kernel[(num_tokens * ceil_div(top_k, block_k),)](
         rows_CH.contiguous(),
         x_TH.contiguous(),
         row_of_slot_TK.contiguous(),
@@ -75,7 +75,7 @@ def row_dot(
         K=top_k,
         BLOCK_K=block_k,
         BLOCK_H=block_h,
-        UNROLL=min(_UNROLL_H, max(triton.cdiv(width, block_h), 1)),
+        UNROLL=min(_UNROLL_H, max(ceil_div(width, block_h), 1)),
         num_warps=block_k,
     )
     return dots_TK

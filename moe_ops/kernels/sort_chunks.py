@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .grouped_bias import interval_of
 from .kernel import Kernel
-from .permute import column_block
+from .permute import ceil_div, column_block
 
 _TILE = 2048
 _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -84,7 +84,7 @@ def _as_integers(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 def sort_chunks(rows: torch.Tensor, counts_AB: torch.Tensor) -> torch.Tensor:
     """The operator `sort_chunks`."""
-    sorted_rows = rows.new_empty(rows.shape)
+    sorted_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
     if rows.numel() == 0:
         return sorted_rows
     rows, (num_a, num_b) = rows.contiguous(), counts_AB.shape
@@ -99,7 +99,7 @@ def sort_chunks(rows: torch.Tensor, counts_AB: torch.Tensor) -> torch.Tensor:
     )
     block = column_block(width, 256, 1024)
     tile = max(_TILE // block, 1)
-    sort_chunks_kernel[(triton.cdiv(num_rows, tile) * triton.cdiv(width, block),)](
+    sort_chunks_kernel[(ceil_div(num_rows, tile) * ceil_div(width, block),)](
         _as_integers(rows, size),
         table,
         _as_integers(sorted_rows, size),

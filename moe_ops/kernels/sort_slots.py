@@ -1,8 +1,9 @@
-"""Triton kernels of sort_slots: count, then place. Two launches, no atomics, no host sync.
+"""CUDA kernels of sort_slots: csrc/sort_slots.cu on compute capability 9.0, else Triton. Both first
+count, then place: two launches, no global atomics, no host sync.
 
 Slots are cut into chunks, one a program. The first kernel counts the experts of each chunk. In the
 second every program adds up all counts, so it knows where its own slots of each expert start, and
-sorts its chunk block by block on keys (expert, place in the block), which are distinct.
+sorts its chunk block by block, in Triton on keys (expert, place in the block), which are distinct.
 
 Letters as in `moe_ops.ops.sort_slots`: T tokens, K top-k, E experts, C rows, B slots of a block;
 slot = token * K + k; -1 = none.
@@ -17,9 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
+from . import native
 from .kernel import Kernel
 
 MAX_EXPERTS = 1024
+# Chunks of csrc/sort_slots.cu, each of one CTA, of which an H200 runs 132 at a time.
+_NATIVE_CHUNKS = 128
 # Slots sorted at a time: the first of these sizes that cuts all slots into `_max_chunks` blocks,
 # else the last.
 _BLOCKS = (512, 2048)
@@ -172,6 +176,22 @@ def sort_slots_place_kernel(
         first += BLOCK
 
 
+def _new_outputs(
+    ids_TK: torch.Tensor,
+    num_experts: int,
+    row_capacity: int | None,
+    expert_capacity: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_rows = ids_TK.numel() if row_capacity is None else row_capacity
+    if expert_capacity is not None:
+        num_rows = num_experts * expert_capacity
+    return (
+        ids_TK.new_empty(num_rows, dtype=torch.int32),
+        ids_TK.new_empty(ids_TK.shape, dtype=torch.int32),
+        ids_TK.new_empty(num_experts, dtype=torch.int32),
+    )
+
+
 def launch(
     ids_TK: torch.Tensor,
     num_experts: int,
@@ -183,13 +203,8 @@ def launch(
     """The operator `sort_slots`, sorting `block` slots at a time, a power of two, on at most
     `max_chunks` programs.
     """
-    num_slots = ids_TK.numel()
-    num_rows = num_slots if row_capacity is None else row_capacity
-    if expert_capacity is not None:
-        num_rows = num_experts * expert_capacity
-    slot_of_row_C = ids_TK.new_empty(num_rows, dtype=torch.int32)
-    row_of_slot_TK = ids_TK.new_empty(ids_TK.shape, dtype=torch.int32)
-    offsets_E = ids_TK.new_empty(num_experts, dtype=torch.int32)
+    outputs = _new_outputs(ids_TK, num_experts, row_capacity, expert_capacity)
+    num_slots, num_rows = ids_TK.numel(), outputs[0].shape[0]
     ids_TK = ids_TK.contiguous()
 
     num_blocks = max(_ceil_div(num_slots, block), 1)
@@ -207,9 +222,7 @@ def launch(
     sort_slots_place_kernel[(num_programs,)](
         ids_TK,
         counts,
-        slot_of_row_C,
-        row_of_slot_TK,
-        offsets_E,
+        *outputs,
         num_slots,
         num_rows,
         num_chunks,
@@ -219,7 +232,7 @@ def launch(
         CHUNKS=min(_COUNTS_AT_ONCE // experts, 128),
         num_warps=num_warps,
     )
-    return slot_of_row_C, row_of_slot_TK, offsets_E
+    return outputs
 
 
 def sort_slots(
@@ -235,8 +248,51 @@ def sort_slots(
     return launch(ids_TK, num_experts, row_capacity, expert_capacity, block, max_chunks)
 
 
+def launch_native(
+    ids_TK: torch.Tensor,
+    num_experts: int,
+    row_capacity: int | None,
+    expert_capacity: int | None,
+    max_chunks: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operator `sort_slots` by csrc/sort_slots.cu on at most `max_chunks` CTAs."""
+    outputs = _new_outputs(ids_TK, num_experts, row_capacity, expert_capacity)
+    counts = ids_TK.new_empty(max_chunks * num_experts, dtype=torch.int32)
+    torch.ops.moe_ops_native.sort_slots(
+        ids_TK.contiguous(),
+        num_experts,
+        -1 if expert_capacity is None else expert_capacity,
+        *outputs,
+        counts,
+    )
+    return outputs
+
+
+def native_sort_slots(
+    ids_TK: torch.Tensor,
+    num_experts: int,
+    row_capacity: int | None = None,
+    expert_capacity: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """csrc/sort_slots.cu."""
+    return launch_native(ids_TK, num_experts, row_capacity, expert_capacity, _NATIVE_CHUNKS)
+
+
 def _takes(ids_TK: torch.Tensor, num_experts: int, *capacities: Any) -> bool:
     return num_experts <= MAX_EXPERTS
 
 
-KERNELS: dict[str, list[Kernel]] = {"sort_slots": [Kernel("triton", _takes, sort_slots)]}
+def _native_takes(ids_TK: torch.Tensor, num_experts: int, *capacities: Any) -> bool:
+    return (
+        num_experts <= MAX_EXPERTS
+        and native.available()
+        and torch.cuda.get_device_capability(ids_TK.device) == (9, 0)
+    )
+
+
+KERNELS: dict[str, list[Kernel]] = {
+    "sort_slots": [
+        Kernel("csrc/sort_slots.cu", _native_takes, native_sort_slots),
+        Kernel("triton", _takes, sort_slots),
+    ]
+}

@@ -215,7 +215,8 @@ def _select(logits_TE, bias_ptr, R: tl.constexpr):
     UNROLL: tl.constexpr = R.unroll
     for first in range(0, R.top_k, UNROLL):
         for step in tl.static_range(UNROLL):
-            _largest, id_T, keys_TE = _first_of_largest(keys_TE, R.packed)
+            # NOTE: `_key` is no name from above, which the loop would carry, with the type it had.
+            _key, id_T, keys_TE = _first_of_largest(keys_TE, R.packed)
             if R.num_groups > 1 and R.size < R.group_size:
                 id_T = id_T // R.group_size * R.size + id_T % R.group_size
             ids_TK = tl.where(k_1K == first + step, id_T[:, None], ids_TK)

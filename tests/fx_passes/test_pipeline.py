@@ -16,7 +16,8 @@ from torch._inductor.utils import fresh_cache
 import fx_passes
 from fx_passes import pipeline
 
-HOOK = "post_grad_custom_post_pass"
+from .compiled import JOINT, OFF
+from .compiled import POST_GRAD as HOOK
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="no compiler for Inductor's C++"
@@ -24,15 +25,14 @@ needs_compiler = pytest.mark.skipif(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoSettings(fx_passes.PassConfig):
-    lower: bool = True
+class OneMoreSetting(fx_passes.PassConfig):
     chunk_exchange: int = 1
 
 
 @pytest.fixture
-def two_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration with fields, whatever passes exist."""
-    monkeypatch.setattr(pipeline, "PassConfig", TwoSettings)
+def one_more_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration with a number in it, whatever passes exist."""
+    monkeypatch.setattr(pipeline, "PassConfig", OneMoreSetting)
 
 
 @pytest.fixture
@@ -57,9 +57,27 @@ def cache_hits() -> int:
 
 
 def test_empty_pipeline_installs_one_composite() -> None:
-    options = fx_passes.options()
+    options = fx_passes.options(**OFF)
     assert options.keys() == {HOOK}
     assert options[HOOK].passes == ()
+
+
+def test_passes_run_in_order() -> None:
+    options = fx_passes.options()
+    names = {hook: [run.__name__ for run in options[hook].passes] for hook in options}
+    assert names == {
+        JOINT: ["recompute_rows_pass", "recompute_activation_pass"],
+        HOOK: ["fuse_swiglu_pass", "fold_permute_grouped_mm_pass", "lower_pass"],
+    }
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(fx_passes.PassConfig)])
+def test_each_pass_has_a_switch(name: str) -> None:
+    on, off = fx_passes.options(**{**OFF, name: True}), fx_passes.options(**{name: False})
+    alone = [run for hook in on for run in on[hook].passes]
+    others = [run for hook in off for run in off[hook].passes]
+    assert alone and others and not set(alone) & set(others)
+    assert len({fx_passes.options()[HOOK].uuid(), on[HOOK].uuid(), off[HOOK].uuid()}) == 3
 
 
 def test_equal_settings_give_equal_options() -> None:
@@ -84,7 +102,7 @@ def test_compile_cache_holds_until_sources_change(
         assert cache_hits() == 0, name
 
 
-@pytest.mark.usefixtures("two_settings")
+@pytest.mark.usefixtures("one_more_setting")
 def test_uuid_covers_settings() -> None:
     uuids = {fx_passes.options(chunk_exchange=n)[HOOK].uuid() for n in (1, 1, 2)}
     assert len(uuids) == 2
@@ -112,20 +130,20 @@ def test_composite_runs_passes_in_order_and_lints() -> None:
         composite(orphan)(graph)
 
 
-@pytest.mark.usefixtures("two_settings")
+@pytest.mark.usefixtures("one_more_setting")
 def test_reads_json_and_overrides_win(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     path.write_text(json.dumps({"chunk_exchange": 4, "lower": False}))
     for config in (path, str(path)):
         settings = fx_passes.options(config, chunk_exchange=2)[HOOK].config
-        assert settings == TwoSettings(chunk_exchange=2, lower=False)
+        assert settings == OneMoreSetting(chunk_exchange=2, lower=False)
 
 
-@pytest.mark.usefixtures("two_settings")
+@pytest.mark.usefixtures("one_more_setting")
 def test_rejects_unknown_settings(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     path.write_text('{"chunks": 4}')
-    known = r"among \[lower, chunk_exchange\], got"
+    known = r"among \[fold_permute_grouped_mm, fuse_swiglu, lower, chunk_exchange\], got"
     with pytest.raises(ValueError, match=rf"options: .*{known} fuse_all, fuse_some"):
         fx_passes.options(fuse_some=True, fuse_all=True)
     with pytest.raises(ValueError, match=rf"tuned.json: .*{known} chunks"):
@@ -141,7 +159,7 @@ def test_rejects_json_that_is_no_object(tmp_path: Path) -> None:
 
 def test_merges_inductor_options() -> None:
     options = fx_passes.options(inductor={"max-autotune": True, "joint_custom_pre_pass": None})
-    assert options.keys() == {HOOK, "max_autotune", "joint_custom_pre_pass"}
+    assert options.keys() == {JOINT, HOOK, "max_autotune", "joint_custom_pre_pass"}
 
 
 @pytest.mark.parametrize("name", [HOOK, HOOK.replace("_", "-")])

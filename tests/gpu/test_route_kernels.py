@@ -1,5 +1,5 @@
-"""Triton's routing kernels on a GPU: chosen by the operators, at sizes of models, past int32
-elements, in CUDA graphs, without waiting for the device.
+"""The routing kernels on a GPU: chosen by the operators, at sizes of models, past int32 elements,
+in CUDA graphs, without waiting for the device.
 
 The tests of tests/kernels run on the GPU as well where there is one.
 """
@@ -14,7 +14,12 @@ import torch
 
 import moe_ops
 from moe_ops import _library, kernels
+from moe_ops.kernels import native
 from moe_ops.testing import DTYPE_NAMES, SKEWS, assert_close, assert_equal, make_ids
+
+pytest.importorskip("triton", reason="optional package triton is not installed")
+
+from moe_ops.kernels import sort_slots as sort_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -29,18 +34,13 @@ SIZES = [(32768, 128, 8), (4097, 60, 4), (1023, 256, 8), (333, 512, 10), (257, 1
 NAMES = ("slot_of_row_C", "row_of_slot_TK", "offsets_E")
 
 
-@pytest.fixture(autouse=True)
-def _triton() -> None:
-    pytest.importorskip("triton", reason="optional package triton is not installed")
-
-
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
 def chosen(op: str, *arguments: Any) -> Callable[..., Any]:
-    """The operator; fails if it would not run a Triton kernel."""
-    assert kernels.name_of(op, *arguments) == "triton"
+    """The operator; fails if it would run the reference."""
+    assert kernels.name_of(op, *arguments) != "reference"
     return getattr(torch.ops.moe_ops, op)
 
 
@@ -181,13 +181,22 @@ def test_topk_route_handles_more_elements_than_int32() -> None:
     assert_equal("grad of logits_TE", grad_TE[-3:], wanted_TE)
 
 
+@pytest.fixture
+def native_only() -> None:
+    if not native.available():
+        pytest.skip("no compiler: the native kernels are not built")
+
+
 def check_sort(ids_TK: torch.Tensor, num_experts: int, *capacities: int | None) -> None:
+    """The operator and each kernel that takes these arguments, three times."""
     arguments = ids_TK, num_experts, *(capacities or (None, None))
-    sort = chosen("sort_slots", *arguments)
     wanted = reference("sort_slots")(*arguments)
-    for _ in range(3):
-        for name, actual, expected in zip(NAMES, sort(*arguments), wanted):
-            assert_equal(name, actual, expected)
+    runs = [k.run for k in sort_kernels.KERNELS["sort_slots"] if k.takes(*arguments)]
+    for sort in (chosen("sort_slots", *arguments), *runs):
+        for _ in range(3):
+            for name, actual, expected in zip(NAMES, sort(*arguments), wanted):
+                assert actual.is_contiguous()
+                assert_equal(name, actual, expected)
 
 
 @pytest.mark.parametrize("skew", SKEWS)
@@ -213,8 +222,62 @@ def test_sort_slots_handles_one_expert(expert: int) -> None:
     check_sort(torch.full((32768, 8), expert, dtype=torch.int32, device="cuda"), 128)
 
 
-def test_sort_slots_handles_300_000_tokens() -> None:
-    check_sort(torch.randint(128, (300_000, 8), device="cuda", dtype=torch.int32), 128)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("num_experts", [1, 128, 1024])
+def test_sort_slots_handles_millions_of_slots(num_experts: int, dtype: torch.dtype) -> None:
+    ids_TK = torch.randint(-1, num_experts, (500_001, 8), device="cuda", dtype=dtype)
+    check_sort(ids_TK, num_experts)
+    check_sort(ids_TK, num_experts, None, 4_000_008 // num_experts)
+
+
+def test_sort_slots_handles_capacity() -> None:
+    """Around the number of slots that have an expert; 5,000 tokens have foreign ids."""
+    ids_TK = make_ids(9000, 3, 60, "zipf", 0.2).cuda()
+    ids_TK[:5000] = torch.tensor([-7, 60, 10_000], device="cuda")
+    num_held = int(((ids_TK >= 0) & (ids_TK < 60)).sum())
+    for capacity in (0, 1, num_held - 1, num_held, num_held + 1, 27_000, 700_000):
+        check_sort(ids_TK, 60, capacity, None)
+    most = int(ids_TK[5000:][ids_TK[5000:] >= 0].bincount().max())
+    for capacity in (0, 1, most - 1, most, most + 1, 20_000):
+        check_sort(ids_TK, 60, None, capacity)
+
+
+def test_sort_slots_handles_strided_and_wide_ids() -> None:
+    check_sort(make_ids(9000, 8, 60).cuda().T.contiguous().T, 60)
+    check_sort(torch.tensor([[1, 0, 2]], device="cuda").expand(5000, 3), 4)
+    check_sort(torch.tensor([[3, 2**33 + 1], [-(2**40), 2**31]], device="cuda"), 4)
+    ids_S = torch.randint(60, (30_001,), device="cuda", dtype=torch.int32)
+    check_sort(ids_S[1:, None], 60)
+
+
+@pytest.mark.usefixtures("native_only")
+@pytest.mark.parametrize("num_experts", [1, 60, 1024])
+@pytest.mark.parametrize("max_chunks", [1, 2, 3, 7, 500, 2000])
+def test_native_sort_slots_handles_chunks(max_chunks: int, num_experts: int) -> None:
+    """Several tiles a CTA, the last one not full, CTAs that have rows to clear only."""
+    ids_TK = make_ids(12_345, 3, num_experts, "zipf", 0.1).cuda()
+    for capacities in [(None, None), (200_000, None), (None, 30_000 // num_experts)]:
+        wanted = reference("sort_slots")(ids_TK, num_experts, *capacities)
+        found = sort_kernels.launch_native(ids_TK, num_experts, *capacities, max_chunks)
+        for name, actual, expected in zip(NAMES, found, wanted):
+            assert_equal(name, actual, expected)
+
+
+@pytest.mark.usefixtures("native_only")
+def test_native_sort_slots_waits_for_ids_of_the_kernel_before() -> None:
+    """Its second kernel reads ids before its first one ends; ids come straight from a kernel, and
+    memory of earlier calls is used again.
+    """
+    ids_TK = make_ids(70_000, 8, 128).cuda()
+    order = [(ids_TK + shift) % 128 for shift in range(40)]
+    wanted = [reference("sort_slots")(ids, 128) for ids in order]
+    found = []
+    for shift in range(40):
+        sort_kernels.native_sort_slots((ids_TK + 3 * shift) % 128, 128)
+        found.append(sort_kernels.native_sort_slots((ids_TK + shift) % 128, 128))
+    for outputs, expected in zip(found, wanted):
+        for name, actual, right in zip(NAMES, outputs, expected):
+            assert_equal(name, actual, right)
 
 
 def test_route_never_waits_for_the_device_and_replays_in_a_cuda_graph() -> None:
