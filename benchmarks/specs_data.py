@@ -70,6 +70,46 @@ def _bytes(*tensors: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def _gate(scene: Scene) -> torch.Tensor:
+    return scene.normal(scene.shape.num_experts, scene.shape.hidden, std=0.02)
+
+
+def router_linear(scene: Scene, peers: Peers) -> Work:
+    x_TH, weight_EH = scene.tokens(), _gate(scene)
+    tokens = _some(len(x_TH), scene.device)
+    expected = reference("router_linear", x_TH[tokens].double(), weight_EH)
+    return work(
+        "router_linear",
+        scene,
+        (x_TH, weight_EH),
+        backends=[Backend("float32 matmul", lambda: x_TH.float() @ weight_EH.float().T)],
+        error_of=lambda logits_TE: _error_at(tokens, logits_TE, expected),
+        limit=F32_LIMIT,
+        num_bytes=_bytes(x_TH, weight_EH) + 4 * len(x_TH) * len(weight_EH),
+    )
+
+
+def router_linear_backward(scene: Scene, peers: Peers) -> Work:
+    x_TH, weight_EH = scene.tokens(), _gate(scene)
+    grad_TE = scene.normal(len(x_TH), len(weight_EH), std=1.0, dtype=torch.float32)
+    arguments = (grad_TE, x_TH, weight_EH)
+    expected = reference("router_linear_backward", *arguments)
+
+    def stock() -> tuple[torch.Tensor, torch.Tensor]:
+        grad_x_TH, grad_weight_EH = grad_TE @ weight_EH.float(), grad_TE.T @ x_TH.float()
+        return grad_x_TH.to(x_TH.dtype), grad_weight_EH.to(weight_EH.dtype)
+
+    return work(
+        "router_linear_backward",
+        scene,
+        arguments,
+        backends=[Backend("float32 matmuls", stock)],
+        error_of=lambda result: max(map(relative_error, result, expected)),
+        limit=BF16_LIMIT,
+        num_bytes=_bytes(*arguments, *expected),
+    )
+
+
 def topk_route(scene: Scene, peers: Peers) -> Work:
     logits_TE, top_k = scene.logits_TE, scene.shape.top_k
 
@@ -308,6 +348,8 @@ def swiglu_backward_with_output(scene: Scene, peers: Peers) -> Work:
 
 
 SPECS = {
+    "router_linear": router_linear,
+    "router_linear_backward": router_linear_backward,
     "topk_route": topk_route,
     "topk_route_backward": topk_route_backward,
     "sort_slots": sort_slots,

@@ -25,9 +25,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {
   m.def("grouped_mm(Tensor a, Tensor? slots, int top_k, Tensor w, Tensor offsets, Tensor(a!) out) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) {
-  m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
-}
+STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) { m.impl("grouped_mm", TORCH_BOX(&grouped_mm)); }
 
 }  // namespace
 }  // namespace moe_ops

@@ -17,9 +17,9 @@ enum class Act { kSilu, kLimitedSilu, kGelu };
 
 // moe_ops/ops/swiglu.py has the formula.
 struct Activation {
-  const float* row_weights;  // [C] or null
-  float* grad_row_weights;   // kDifferentiate: [C, n_tiles], each tile's part of the sum; or null
-  bool store_h;              // kActivate
+  const float* row_weights;       // [C] or null
+  float* grad_row_weights;        // kDifferentiate: [C, n_tiles], each tile's part of the sum; or null
+  bool store_h;                   // kActivate
   float limit, alpha, up_offset;  // limit: infinity for none
 };
 
@@ -109,8 +109,8 @@ class GroupedMatmul {
     }
   }
 
-  // The same with gathered rows, by 16-byte copies, eight a thread and stage: thread t brings piece t % 8 of rows t / 8,
-  // t / 8 + 16, ... Four warps.
+  // The same with gathered rows, by 16-byte copies, eight a thread and stage: thread t brings piece t % 8 of rows t /
+  // 8, t / 8 + 16, ... Four warps.
   __device__ void produce_gathered() {
     TileWalk<kForm> walk = tiles();
     Tile tile, next;
@@ -206,9 +206,7 @@ class GroupedMatmul {
   static constexpr bool kTransposeA = kForm == Form::kWgrad;
   static constexpr bool kTransposeB = kForm != Form::kForward;
 
-  __device__ TileWalk<kForm> tiles() const {
-    return TileWalk<kForm>(arguments_.groups, blockIdx.x / 2, gridDim.x / 2);
-  }
+  __device__ TileWalk<kForm> tiles() const { return TileWalk<kForm>(arguments_.groups, blockIdx.x / 2, gridDim.x / 2); }
 
   __device__ int k_blocks(const Tile& tile) const {
     const int k_size = kForm == Form::kWgrad ? tile.num_rows : arguments_.k_size;
@@ -308,9 +306,9 @@ class GroupedMatmul {
     hopper::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
-      hopper::wgmma<T, kTransposeA, kTransposeB>(
-          acc, hopper::operand(a + step * kStepA, kChunkBytes, kAtomBytes),
-          hopper::operand(b + step * kStepB, kChunkBytes, kAtomBytes), accumulate || step > 0);
+      hopper::wgmma<T, kTransposeA, kTransposeB>(acc, hopper::operand(a + step * kStepA, kChunkBytes, kAtomBytes),
+                                                 hopper::operand(b + step * kStepB, kChunkBytes, kAtomBytes),
+                                                 accumulate || step > 0);
     }
     hopper::wgmma_commit();
   }
@@ -416,11 +414,13 @@ class GroupedMatmul {
 
   __device__ Activated activated(float gate) const {
     if constexpr (kAct == Act::kGelu) {
-      // Phi by formula 7.1.26 of Abramowitz and Stegun (error 1e-7): erff would be a call, and calls end a wgmma pipeline.
+      // Phi by formula 7.1.26 of Abramowitz and Stegun (error 1e-7): erff would be a call, and calls end a wgmma
+      // pipeline.
       const float x = fabsf(gate) * 0.70710678118654752f;
       const float bell = hopper::exp2(-1.4426950408889634f * x * x);
       const float t = hopper::reciprocal(1.0f + 0.3275911f * x);
-      const float tail = 0.5f * bell * t *
+      const float tail =
+          0.5f * bell * t *
           (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
       const float phi = gate < 0.0f ? tail : 1.0f - tail;
       return {gate * phi, phi + gate * 0.39894228040143268f * bell};
@@ -525,8 +525,9 @@ class GroupedMatmul {
     float3 result{grad * act.slope * factor, grad * act.value, product * weight};
     if constexpr (kAct != Act::kSilu) {
       const float limit = arguments_.activation.limit;
-      if (gate > limit) result.x = 0.0f;
-      if (fabsf(up) > limit) result.y = 0.0f;
+      const bool limited = limit < INFINITY;  // then NaN gets no gradient either, as in torch.clamp
+      if (limited && !(gate <= limit)) result.x = 0.0f;
+      if (limited && !(fabsf(up) <= limit)) result.y = 0.0f;
     }
     return result;
   }
@@ -606,7 +607,8 @@ class GroupedMatmul {
     if (float* const grad_weights = arguments_.activation.grad_row_weights; kBackward && grad_weights != nullptr) {
       const int64_t end = int64_t{groups.num_rows} * groups.n_tiles;
       const int64_t thread = int64_t{blockIdx.x} * 256 + threadIdx.x % 256;
-      for (int64_t i = int64_t{rows} * groups.n_tiles + thread; i < end; i += int64_t{gridDim.x} * 256) grad_weights[i] = 0;
+      for (int64_t i = int64_t{rows} * groups.n_tiles + thread; i < end; i += int64_t{gridDim.x} * 256)
+        grad_weights[i] = 0;
     }
   }
 

@@ -1,8 +1,6 @@
 // Host side of grouped_mm.cuh: tensors to maps and arguments, and the launch.
 #pragma once
 
-#include "grouped_mm.cuh"
-
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -12,6 +10,7 @@
 #include <string>
 
 #include "device.h"
+#include "grouped_mm.cuh"
 #include "maps.h"
 
 namespace moe_ops {
@@ -102,9 +101,8 @@ void launch_gathering(const Tensor& like, const Maps& maps, const Arguments& arg
 }
 
 template <Form kForm, Epilogue kEpilogue>
-void launch_activating(
-    const std::string& act, const Tensor& like, const Maps& maps, const Arguments& arguments,
-    const OnDeviceOf& device) {
+void launch_activating(const std::string& act, const Tensor& like, const Maps& maps, const Arguments& arguments,
+                       const OnDeviceOf& device) {
   const Activation& options = arguments.activation;
   if (act == "gelu") return launch_gathering<kForm, kEpilogue, Act::kGelu>(like, maps, arguments, device);
   if (!std::isinf(options.limit) || options.alpha != 1.0f || options.up_offset != 0.0f) {
@@ -113,9 +111,7 @@ void launch_activating(
   launch_gathering<kForm, kEpilogue, Act::kSilu>(like, maps, arguments, device);
 }
 
-inline int tiles_of(int64_t size, int tile) {
-  return static_cast<int>((size + tile - 1) / tile);
-}
+inline int tiles_of(int64_t size, int tile) { return static_cast<int>((size + tile - 1) / tile); }
 
 inline Arguments arguments_for(const Tensor& offsets, int64_t num_rows, int64_t n, int64_t k, int tile_n) {
   Arguments arguments{};
@@ -137,7 +133,8 @@ inline void set_gather(Arguments& arguments, const Tensor& tokens, const std::op
                       slots->const_data_ptr<int>(), static_cast<int>(top_k)};
 }
 
-inline Activation activation_of(const std::optional<Tensor>& row_weights, double limit, double alpha, double up_offset) {
+inline Activation activation_of(const std::optional<Tensor>& row_weights, double limit, double alpha,
+                                double up_offset) {
   Activation activation{};
   activation.row_weights = row_weights ? row_weights->const_data_ptr<float>() : nullptr;
   activation.limit = static_cast<float>(limit);

@@ -6,10 +6,9 @@ namespace moe_ops {
 namespace {
 
 // h [C, 2F] = a @ w13[e].T (unless null) and act [C, F] = activation of h.
-void grouped_mm_swiglu(
-    Tensor a, std::optional<Tensor> slots, int64_t top_k, Tensor w13, std::optional<Tensor> row_weights,
-    Tensor offsets, std::string act, double limit, double alpha, double up_offset, std::optional<Tensor> h,
-    Tensor out) {
+void grouped_mm_swiglu(Tensor a, std::optional<Tensor> slots, int64_t top_k, Tensor w13,
+                       std::optional<Tensor> row_weights, Tensor offsets, std::string act, double limit, double alpha,
+                       double up_offset, std::optional<Tensor> h, Tensor out) {
   const OnDeviceOf device(a);
   Arguments arguments = arguments_for(offsets, out.size(0), w13.size(1) / 2, w13.size(2), kTileN / 2);
   arguments.activation = activation_of(row_weights, limit, alpha, up_offset);
@@ -30,9 +29,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {
       " float limit, float alpha, float up_offset, Tensor(a!)? h, Tensor(b!) out) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) {
-  m.impl("grouped_mm_swiglu", TORCH_BOX(&grouped_mm_swiglu));
-}
+STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) { m.impl("grouped_mm_swiglu", TORCH_BOX(&grouped_mm_swiglu)); }
 
 }  // namespace
 }  // namespace moe_ops

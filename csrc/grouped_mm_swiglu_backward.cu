@@ -7,10 +7,10 @@ namespace {
 
 // From g [C, H] and w2 [L, H, F] (passed as its transposed view [L, F, H]): grad_h [C, 2F], the activation out [C, F]
 // and grad_row_weights [C, ceil(F / 256)], to be summed over its columns.
-void grouped_mm_swiglu_backward(
-    Tensor g, std::optional<Tensor> slots, int64_t top_k, Tensor w, Tensor h, std::optional<Tensor> row_weights,
-    Tensor offsets, std::string act, double limit, double alpha, double up_offset, Tensor grad_h, Tensor out,
-    std::optional<Tensor> grad_row_weights) {
+void grouped_mm_swiglu_backward(Tensor g, std::optional<Tensor> slots, int64_t top_k, Tensor w, Tensor h,
+                                std::optional<Tensor> row_weights, Tensor offsets, std::string act, double limit,
+                                double alpha, double up_offset, Tensor grad_h, Tensor out,
+                                std::optional<Tensor> grad_row_weights) {
   const OnDeviceOf device(g);
   Arguments arguments = arguments_for(offsets, out.size(0), w.size(1), w.size(2), kTileN);
   arguments.activation = activation_of(row_weights, limit, alpha, up_offset);

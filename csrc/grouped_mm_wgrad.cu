@@ -25,9 +25,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {
   m.def("grouped_mm_wgrad(Tensor g, Tensor a, Tensor offsets, Tensor(a!) w, bool accumulate) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) {
-  m.impl("grouped_mm_wgrad", TORCH_BOX(&grouped_mm_wgrad));
-}
+STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) { m.impl("grouped_mm_wgrad", TORCH_BOX(&grouped_mm_wgrad)); }
 
 }  // namespace
 }  // namespace moe_ops

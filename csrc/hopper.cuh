@@ -5,6 +5,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
 #include <cstdint>
 
 namespace moe_ops::hopper {
@@ -19,9 +20,7 @@ __device__ inline void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-__device__ inline void barrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+__device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -33,7 +32,8 @@ __device__ inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
       : "memory");
 }
 
@@ -46,7 +46,8 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       "{\n.reg .pred done;\n"
       "WAIT_%=:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra WAIT_%=;\n}" ::"r"(barrier), "r"(parity)
+      "@!done bra WAIT_%=;\n}" ::"r"(barrier),
+      "r"(parity)
       : "memory");
 }
 
@@ -79,31 +80,29 @@ __device__ inline void prefetch_map(const CUtensorMap* map) {
 __device__ inline void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 
 // To the same address in both CTAs of the cluster; each one's own barrier counts its bytes.
-__device__ inline void tma_load_both(
-    uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
+__device__ inline void tma_load_both(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
+                                     int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(to), "l"(map), "r"(barrier), "h"(kBothCtas), "r"(c0), "r"(c1),
-      "r"(c2), "r"(c3)
+      " [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(to),
+      "l"(map), "r"(barrier), "h"(kBothCtas), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 
-__device__ inline void tma_store(
-    const CUtensorMap* map, uint32_t from, int c0, int c1, int c2, int c3, int c4) {
+__device__ inline void tma_store(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2, int c3, int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
       "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
 
-__device__ inline void tma_store_commit() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
+__device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // At most `kPending` of this thread's stores have yet to read shared memory.
 template <int kPending>
@@ -111,14 +110,10 @@ __device__ inline void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-__device__ inline void tma_store_wait() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
+__device__ inline void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Orders this thread's ordinary accesses to shared memory before later ones of the copy engine and wgmma.
-__device__ inline void async_proxy_fence() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+__device__ inline void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // 16 bytes, or 16 zeros if `valid` is false (then nothing is read).
 __device__ inline void copy_16_async(uint32_t to, const void* from, bool valid) {
@@ -126,9 +121,7 @@ __device__ inline void copy_16_async(uint32_t to, const void* from, bool valid) 
                : "memory");
 }
 
-__device__ inline void copies_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
+__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // At most the latest `kPending` groups of this thread's copies have yet to land.
 template <int kPending>
@@ -210,13 +203,9 @@ __device__ inline uint64_t operand(uint32_t address, uint32_t leading, uint32_t 
   return kSwizzle128 | (uint64_t{stride >> 4} << 32) | (uint64_t{leading >> 4} << 16) | ((address & 0x3FFFF) >> 4);
 }
 
-__device__ inline void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-__device__ inline void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 template <int kPending>
 __device__ inline void wgmma_wait() {

@@ -28,19 +28,18 @@ inline EncodeTiled encode_tiled() {
 
 // Dimensions from the contiguous one outwards; strides in bytes, of dimension 1 and up.
 template <int kRank>
-CUtensorMap tensor_map(
-    CUtensorMapDataType dtype, const void* base, const std::array<uint64_t, kRank>& sizes,
-    const std::array<uint64_t, kRank - 1>& strides, uint32_t box_columns, uint32_t box_rows) {
+CUtensorMap tensor_map(CUtensorMapDataType dtype, const void* base, const std::array<uint64_t, kRank>& sizes,
+                       const std::array<uint64_t, kRank - 1>& strides, uint32_t box_columns, uint32_t box_rows) {
   std::array<uint32_t, kRank> box, steps;
   box.fill(1);
   steps.fill(1);
   box[0] = box_columns;
   box[1] = box_rows;
   CUtensorMap map;
-  const CUresult result = encode_tiled()(
-      &map, dtype, kRank, const_cast<void*>(base), sizes.data(), strides.data(), box.data(), steps.data(),
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode_tiled()(&map, dtype, kRank, const_cast<void*>(base), sizes.data(), strides.data(), box.data(),
+                     steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   STD_TORCH_CHECK(result == CUDA_SUCCESS, "moe_ops: cuTensorMapEncodeTiled must take sizes ", sizes[0], " x ", sizes[1],
                   " and row stride ", strides[0], " bytes, got error ", static_cast<int>(result));
   return map;

@@ -1,9 +1,9 @@
 // wgmma m64n256k16: d (64 x 256, float32, in registers) += a (64 x 16) * b (16 x 256), both in shared memory.
 #pragma once
 
-#include "hopper.cuh"
-
 #include <type_traits>
+
+#include "hopper.cuh"
 
 namespace moe_ops::hopper {
 

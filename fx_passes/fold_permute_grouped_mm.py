@@ -10,7 +10,7 @@ permute with weights, a top_k that is not a number, a permute of which a consume
 that nothing would be saved, and a consumer that no kernel of the device gathers for.
 
 Before that, in the joint graph, `recompute_rows_pass` has backward compute again the rows that a
-weight's gradient reads, and the wide copy of x that a router multiplies, so that only x is kept.
+weight's gradient reads, so that only x is kept.
 """
 
 from __future__ import annotations
@@ -42,10 +42,6 @@ _WGRAD = _OPS.grouped_mm_wgrad.default
 _GATHER = _OPS.gather_grouped_mm.default
 _GATHER_WGRAD = _OPS.gather_grouped_mm_wgrad.default
 _WITH_SWIGLU = (_OPS.grouped_mm_swiglu.default, _OPS.grouped_mm_swiglu_backward.default)
-
-_MATMULS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}  # where x stands
-_CAST = torch.ops.prims.convert_element_type.default
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,20 +132,4 @@ def recompute_rows_pass(graph: Graph) -> int:
         and all(is_call(user, _GROUPED_MM, _WGRAD) for user in permute.users)
         and any(is_call(user, _WGRAD) and arguments(user)[1] is permute for user in permute.users)
     ]
-    routers = find_calls(graph, _OPS.topk_route.default)
-    casts = [cast for router in routers if (cast := _widened_tokens(router)) is not None]
-    return sum(mark_recomputed(node) for node in [*rows, *casts])
-
-
-def _widened_tokens(router: Node) -> Node | None:
-    """The cast of x to a wider dtype that is multiplied to a router's logits, if there is one."""
-    logits = arguments(router)[0]
-    if not is_call(logits, *_MATMULS):
-        return None
-    tokens = arguments(logits)[_MATMULS[logits.target]]
-    while is_call(tokens, *_VIEWS):
-        tokens = arguments(tokens)[0]
-    if not is_call(tokens, _CAST):
-        return None
-    narrow = arguments(tokens)[0].meta["val"].dtype
-    return tokens if narrow.itemsize < tokens.meta["val"].dtype.itemsize else None
+    return sum(mark_recomputed(node) for node in rows)

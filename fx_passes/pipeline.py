@@ -16,6 +16,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from moe_ops import _library
+from moe_ops.kernels import native
 
 from .fold_permute_grouped_mm import fold_permute_grouped_mm_pass, recompute_rows_pass
 from .fuse_swiglu import fuse_swiglu_pass, recompute_activation_pass
@@ -124,7 +125,13 @@ class CompositePass(CustomGraphPass):
 
     def uuid(self) -> str:
         """All that the passes depend on: a compiled graph serves only while it stays the same."""
-        parts = (self.hook, repr(self.config), _source_hash(), _library.source_hash())
+        parts = (
+            self.hook,
+            repr(self.config),
+            _source_hash(),
+            _library.source_hash(),
+            native.status(),  # what fuses depends on the kernels there are
+        )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -11,6 +11,7 @@ from .ops.gather_plan import gather_plan
 from .ops.grouped_bias import grouped_bias
 from .ops.grouped_mm import grouped_mm, grouped_mm_wgrad
 from .ops.permute import permute, unpermute
+from .ops.router_linear import router_linear
 from .ops.row_dot import row_dot
 from .ops.sort_chunks import sort_chunks
 from .ops.sort_slots import sort_slots
@@ -33,6 +34,7 @@ __all__ = [
     "grouped_mm_wgrad",
     "permute",
     "reduce_scatter_rows",
+    "router_linear",
     "row_dot",
     "sort_chunks",
     "sort_slots",

@@ -68,12 +68,7 @@ def define(
         return call
 
     def cuda(*args: Any) -> Any:
-        kernel = kernels.choose(name, *args)
-        device = next(arg for arg in args if isinstance(arg, torch.Tensor)).device
-        if device.index == torch.cuda.current_device():
-            return kernel(*args)
-        with torch.cuda.device(device):  # where Triton launches
-            return kernel(*args)
+        return _on_its_device(kernels.choose(name, *args), args)
 
     def checked_fake(*args: Any) -> Any:
         check(*args)
@@ -136,6 +131,15 @@ def _without_autocast(device: str, kernel: Callable[..., Any], args: tuple[Any, 
     if not torch.is_autocast_enabled(device):
         return kernel(*args)
     with torch.autocast(device, enabled=False):
+        return kernel(*args)
+
+
+def _on_its_device(kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Triton launches on the current device, wherever the tensors are."""
+    device = next(arg for arg in args if isinstance(arg, torch.Tensor)).device
+    if device.index == torch.cuda.current_device():
+        return kernel(*args)
+    with torch.cuda.device(device):
         return kernel(*args)
 
 

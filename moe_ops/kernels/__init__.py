@@ -17,7 +17,7 @@ from .kernel import Kernel
 
 # Modules with a dict KERNELS: operator -> its kernels, best first. Those of the second list are
 # written in Triton and serve only where it is installed.
-_MODULES = ["grouped_mm", "grouped_mm_swiglu"]
+_MODULES = ["grouped_mm", "grouped_mm_swiglu", "router_linear"]
 _TRITON_MODULES = [
     "permute",
     "row_dot",

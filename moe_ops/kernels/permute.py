@@ -22,7 +22,7 @@ _MOST_STEPS = 8
 # Rows narrower than this are gathered row by row.
 _NARROW_BYTES = 256
 # Rows that one program looks through for rows without a slot.
-_ZERO_ROWS = 32
+_ZERO_ROWS = 64
 
 
 def computes_in_float32(values: torch.Tensor, *others: Any) -> bool:
@@ -272,7 +272,7 @@ def permute(
         UNROLL=_steps_of(top_k),
         BLOCK_H=block,
         ZERO_ROWS=_ZERO_ROWS,
-        ZERO_BLOCK_H=min(block, 256),
+        ZERO_BLOCK_H=min(block, 128),
         num_warps=warps_for(block, 16),
     )
     return rows_CH

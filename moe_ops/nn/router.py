@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .. import checks, comm, layout
 from ..comm.groups import device_of, resolve
+from ..ops.router_linear import router_linear
 from ..ops.topk_route import topk_route
 from . import balancing
 from .config import RouterConfig
@@ -173,11 +174,11 @@ class Router(torch.nn.Module):
         return Routing(weights_TK, ids_TK, chosen_TK, losses, capacity, dropped)
 
     def _logits(self, x_TH: torch.Tensor) -> torch.Tensor:
-        dtype = layout.accumulate_dtype(x_TH.dtype)
-        x_TH, eps = x_TH.to(dtype), self.config.jitter_eps
+        eps = self.config.jitter_eps
         if self.training and eps > 0:
+            x_TH = x_TH.to(layout.accumulate_dtype(x_TH.dtype))
             x_TH = x_TH * (1 - eps + 2 * eps * torch.rand_like(x_TH))
-        return x_TH @ self.weight.to(dtype).T
+        return router_linear(x_TH, self.weight)
 
     def _choose(
         self, logits_TE: torch.Tensor, ids_TK: torch.Tensor | None, mask_T: torch.Tensor | None

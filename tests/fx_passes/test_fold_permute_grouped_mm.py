@@ -170,17 +170,3 @@ def test_recompute_rows_leaves_the_users_policy(policy: CheckpointPolicy) -> Non
     rows.meta["recompute"] = policy
     assert recompute_rows_pass(module.graph) == 0
     assert rows.meta["recompute"] == policy
-
-
-def router(x, weights):
-    logits = x.float() @ x.float().T
-    return OPS.topk_route(logits, None, None, None, 2)
-
-
-@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 1), (torch.float32, 0)], ids=str)
-def test_recompute_rows_marks_the_routers_cast(dtype: torch.dtype, count: int) -> None:
-    module, _ = trace(router, dtype)
-    for cast in module.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
-        cast.target = torch.ops.prims.convert_element_type.default  # as Inductor decomposes it
-        cast.args, cast.kwargs = (*cast.args, cast.kwargs["dtype"]), {}
-    assert recompute_rows_pass(module.graph) == count

@@ -17,7 +17,8 @@ from tests.ranks import run_on_ranks
 
 from .compiled import BACKWARD, FORWARD, OFF, Backend, SavedBytes, make_layer, ops_of, step
 
-ROUTE, ROUTE_BACKWARD = ["topk_route", "sort_slots", "permute"], ["topk_route_backward"]
+ROUTE = ["router_linear", "topk_route", "sort_slots", "permute"]
+ROUTE_BACKWARD = ["topk_route_backward", "router_linear_backward"]
 PADDING = {"padding_mask": torch.arange(11) % 3 > 0}
 GATHERED = ["gather_grouped_mm", "grouped_mm", "unpermute"]
 
@@ -72,7 +73,7 @@ def compare(layer: MoE, wrapped: Any = None, **inputs: Any) -> Backend:
 def test_layer_keeps_its_bits(name: str, dtype: torch.dtype) -> None:
     fields, forward, backward = LAYERS[name]
     backend = compare(make_layer(dtype, **fields))
-    route = ROUTE if fields.get("weights_at") != "unpermute" else ROUTE[:2]
+    route = ROUTE if fields.get("weights_at") != "unpermute" else ROUTE[:-1]
     assert ops_of(backend.forward[0]) == route + forward
     assert ops_of(backend.backward[0]) == backward + ROUTE_BACKWARD
 
@@ -205,12 +206,12 @@ def _on_rank(rank: int, fields: dict[str, Any], expected: list[list[str]]) -> No
 # Operators of the two graphs: what is exchanged stays as it is, once.
 RANKS: dict[str, list[list[str]]] = {
     "flex": [
-        ["topk_route", "exchange_plan", "dispatch", "permute", *FORWARD, "combine"],
+        [*ROUTE[:2], "exchange_plan", "dispatch", "permute", *FORWARD, "combine"],
         ["dispatch", *BACKWARD, "combine", *ROUTE_BACKWARD],
     ],
     "alltoall": [
         [
-            *("topk_route", "exchange_plan", "sort_slots", "permute", "permute"),
+            *(*ROUTE[:2], "exchange_plan", "sort_slots", "permute", "permute"),
             *("all_to_all", "sort_chunks", "all_to_all", "sort_chunks"),
             *("grouped_mm_swiglu", "grouped_mm", "sort_chunks", "all_to_all", "unpermute"),
         ],

@@ -28,6 +28,8 @@ FORMS = {
     "silu": ("silu", None, 1.0, 0.0),
     "gelu": ("gelu", None, 1.0, 0.0),
     "limited": ("silu", 7.0, 1.702, 1.0),
+    "scaled": ("silu", None, 1.702, 0.0),
+    "limited_gelu": ("gelu", 2.0, 1.0, 0.5),
 }
 OUTPUTS = {
     "grouped_mm": ["c_CO"],

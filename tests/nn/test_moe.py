@@ -194,7 +194,7 @@ def test_moe_refuses_function_transforms(transform: str) -> None:
         "grad": lambda: torch.func.grad(lambda x: layer(x).sum())(x),
         "vmap": lambda: torch.vmap(layer)(x[None]),
     }
-    with pytest.raises(NotImplementedError, match=r"topk_route: must be called outside"):
+    with pytest.raises(NotImplementedError, match=r"router_linear: must be called outside"):
         calls[transform]()
 
 

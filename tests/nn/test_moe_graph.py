@@ -111,7 +111,7 @@ def _backward_graph(rank: int, config: MoEConfig) -> None:
     assert len(graphs.forward) == len(graphs.backward) == 1
     plain = ["dispatch", "permute", "grouped_mm", "grouped_mm_wgrad", "swiglu_backward"]
     plain += ["grouped_mm", "grouped_mm_wgrad", "unpermute", "unpermute", "combine"]
-    router = ["topk_route_backward"]
+    router = ["topk_route_backward", "router_linear_backward"]
     assert sorted(graphs.backward[0]) == sorted(plain + router), graphs.backward
     exchanges = [op for op in graphs.backward[0] if op in ("dispatch", "combine")]
     assert exchanges == ["dispatch", "combine"]

@@ -66,6 +66,20 @@ class Sizes:
 Arguments = tuple[Any, ...]
 
 
+def _router_linear(s: Sizes) -> list[Arguments]:
+    x, weight = (
+        s.values(s.num_tokens, s.hidden_size),
+        s.values(s.num_experts, s.hidden_size),
+    )
+    wide = s.weights(s.num_experts, s.hidden_size)
+    return [(x, weight), (x, wide), (x, weight.detach().bfloat16())]
+
+
+def _router_linear_backward(s: Sizes) -> list[Arguments]:
+    grad = s.weights(s.num_tokens, s.num_experts)
+    return [(grad, *arguments) for arguments in _router_linear(s)]
+
+
 def _topk_route(s: Sizes) -> list[Arguments]:
     logits = s.values(s.num_tokens, s.num_experts)
     mask = torch.arange(s.num_tokens) % 3 > 0
@@ -217,6 +231,8 @@ def _detached(arguments: Arguments) -> Arguments:
 
 
 _BUILDERS: dict[str, Callable[[Sizes], list[Arguments]]] = {
+    "router_linear": _router_linear,
+    "router_linear_backward": _router_linear_backward,
     "topk_route": _topk_route,
     "topk_route_backward": _topk_route_backward,
     "exchange_plan": _exchange_plan,
