@@ -56,7 +56,9 @@ def test_lower_rewrites(function: Any, op: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "dtype"), [(wgrad, torch.float32), (to_float64, torch.bfloat16)], ids=str
+    ("function", "dtype"),
+    [(wgrad, torch.float32), (to_float64, torch.bfloat16)],
+    ids=["float32", "to_float64"],
 )
 def test_lower_finds_nothing_to_widen(function: Any, dtype: torch.dtype) -> None:
     assert find_widened_wgrads(trace(function, dtype)[0].graph) == []

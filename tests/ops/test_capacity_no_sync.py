@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
 from moe_ops import _library
-from moe_ops.kernels.grouped_mm import masked_grouped_mm, masked_grouped_mm_wgrad
+from moe_ops.kernels.grouped_mm import masked_grouped_mm, masked_wgrad
 from moe_ops.testing import make_ids
 from tests.ranks import run_on_ranks
 
@@ -30,7 +30,7 @@ FORBIDDEN_OPS = (
     "_unique2",
 )
 # What the CUDA device runs, where the CPU's reference reads offsets.
-ON_DEVICE = {"grouped_mm": masked_grouped_mm, "grouped_mm_wgrad": masked_grouped_mm_wgrad}
+ON_DEVICE = {"grouped_mm": masked_grouped_mm, "grouped_mm_wgrad": masked_wgrad}
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.kernels.grouped_mm import masked_grouped_mm, masked_grouped_mm_wgrad
+from moe_ops.kernels.grouped_mm import masked_grouped_mm, masked_wgrad
 from moe_ops.testing import assert_close, assert_equal
 
 from .checks import (
@@ -188,7 +188,7 @@ def test_masked_kernels_match_reference(counts: list[int], dtype: torch.dtype) -
     a_CI[sum(counts) :], g_CO[sum(counts) :] = torch.nan, torch.nan
     c_CO = masked_grouped_mm(a_CI, w_LOI, offsets_L)
     assert_close("c_CO", c_CO, grouped_mm_loop(a_CI.double(), w_LOI.double(), offsets_L))
-    wgrad = masked_grouped_mm_wgrad(g_CO, a_CI, offsets_L)
+    wgrad = masked_wgrad(g_CO, a_CI, offsets_L)
     assert_close("w_LOI", wgrad, wgrad_loop(g_CO.double(), a_CI.double(), offsets_L))
 
 
