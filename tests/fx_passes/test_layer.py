@@ -119,8 +119,8 @@ def test_layer_under_autocast_has_closer_gradients() -> None:
     assert [node.args[-1] for node in wgrads] == [True, True]
 
 
-def test_layer_under_checkpoint_recomputes_h_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
+@torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+def test_layer_under_checkpoint_recomputes_h_alone() -> None:
     layer = make_layer()
     backend = compare(layer, wrapped=lambda x: checkpoint(layer, x, use_reentrant=False))
     assert ops_of(backend.forward[0]) == ROUTE + FORWARD
