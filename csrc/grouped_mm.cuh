@@ -60,7 +60,7 @@ constexpr int kBarriers = 2 * kStages + kConsumerWarps;
 constexpr int kSharedBytes =
     kAtomBytes + kStages * kStageBytes + kConsumerWarps * kStagingBuffers * kStagingBytes + kBarriers * 8;
 
-// Row dimension of a ragged map: see ragged_map in maps.h.
+// Row dimension of a ragged map: see ragged_sizes in maps.h.
 constexpr int kRagged = 1 << 30;
 
 struct Maps {
@@ -454,7 +454,7 @@ class GroupedMatmul {
   template <int kFrom, int kStep>
   __device__ void differentiate_chunk() {
     const int n = kept_n_ + kFrom * kChunk;
-    const uint32_t lane = threadIdx.x % 32, row = lane % 16;
+    const uint32_t lane = threadIdx.x % 32;
     const uint32_t loaded = h_loaded_ + 8 * (threadIdx.x / 32 % kConsumerWarps);
     if (n < arguments_.n_size) {
       if constexpr (kStep == 0) {
@@ -595,20 +595,18 @@ class GroupedMatmul {
     if constexpr (kForm == Form::kWgrad) return;
     const Groups& groups = arguments_.groups;
     const int rows = min(max(groups.offsets[groups.num_experts - 1], 0), groups.num_rows);
+    const int64_t thread = int64_t{blockIdx.x} * 256 + threadIdx.x % 256, threads = int64_t{gridDim.x} * 256;
     for (int output = 0; output < 2; ++output) {
       if (arguments_.tail[output] == nullptr) continue;
       const int64_t pieces = arguments_.tail_bytes[output] / 16;
       uint4* out = static_cast<uint4*>(arguments_.tail[output]);
-      const int64_t thread = int64_t{blockIdx.x} * 256 + threadIdx.x % 256;
-      for (int64_t i = rows * pieces + thread; i < groups.num_rows * pieces; i += int64_t{gridDim.x} * 256) {
+      for (int64_t i = rows * pieces + thread; i < groups.num_rows * pieces; i += threads) {
         out[i] = make_uint4(0, 0, 0, 0);
       }
     }
     if (float* const grad_weights = arguments_.activation.grad_row_weights; kBackward && grad_weights != nullptr) {
       const int64_t end = int64_t{groups.num_rows} * groups.n_tiles;
-      const int64_t thread = int64_t{blockIdx.x} * 256 + threadIdx.x % 256;
-      for (int64_t i = int64_t{rows} * groups.n_tiles + thread; i < end; i += int64_t{gridDim.x} * 256)
-        grad_weights[i] = 0;
+      for (int64_t i = int64_t{rows} * groups.n_tiles + thread; i < end; i += threads) grad_weights[i] = 0;
     }
   }
 

@@ -100,6 +100,15 @@ def row_weights(op: str, row_weights_C: torch.Tensor | None, rows: torch.Tensor)
         weights(op, "row_weights_C", row_weights_C, rows.shape[:1], like=rows)
 
 
+def activation(op: str, act: str, limit: float | None, alpha: float) -> None:
+    """Options of `swiglu`."""
+    one_of(op, "act", act, ("silu", "gelu"))
+    if limit is not None and limit <= 0:
+        raise ValueError(f"{op}: limit must be positive or None, got {limit}")
+    if act == "gelu" and alpha != 1.0:
+        raise ValueError(f"{op}: alpha must be 1 with act='gelu', got {alpha}")
+
+
 def ids_in_range(op: str, name: str, ids: torch.Tensor, num_experts: int) -> None:
     """Ids are experts or -1: an error at once on the CPU, an assertion on the device elsewhere."""
     inside = ((ids >= -1) & (ids < num_experts)).all()

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import _library
-from .kernel import Kernel
+from .kernel import Kernel, has_triton
 
 # Modules with a dict KERNELS: operator -> its kernels, best first. Those of the second list are
 # written in Triton and serve only where it is installed.
@@ -33,7 +32,7 @@ _TRITON_MODULES = [
 @functools.cache
 def _kernels() -> dict[str, list[Kernel]]:
     """Operator -> its kernels, best first; the reference takes what they do not."""
-    names = _MODULES + (_TRITON_MODULES if importlib.util.find_spec("triton") else [])
+    names = _MODULES + (_TRITON_MODULES if has_triton() else [])
     kernels: dict[str, list[Kernel]] = {}
     for name in names:
         for op, more in importlib.import_module(f"{__name__}.{name}").KERNELS.items():

@@ -6,14 +6,11 @@ Letters as in `moe_ops.ops.grouped_mm`.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import torch
 
 from ..layout import expert_of_row, held_rows
 from . import native
-from .kernel import Kernel, always
+from .kernel import Kernel, always, capability, has_triton
 
 _ALIGNMENT = 16  # bytes, of rows and of the first element, for the copy engine
 
@@ -22,9 +19,10 @@ _ALIGNMENT = 16  # bytes, of rows and of the first element, for the copy engine
 _GATHERED_COLUMNS = 1024
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _sizes_are_aligned(operands: tuple[torch.Tensor, ...]) -> bool:
+    """All sizes but the number of rows are multiples of 8, and none is zero."""
+    widths = all(size % 8 == 0 and size > 0 for t in operands for size in t.shape[1:])
+    return widths and operands[0].shape[0] > 0
 
 
 def native_takes(*operands: torch.Tensor) -> bool:
@@ -32,9 +30,8 @@ def native_takes(*operands: torch.Tensor) -> bool:
     first = operands[0]
     return (
         first.dtype in (torch.bfloat16, torch.float16)
-        and _capability(first.device) == (9, 0)
-        and all(size % 8 == 0 and size > 0 for t in operands for size in t.shape[1:])
-        and first.shape[0] > 0
+        and capability(first.device) == (9, 0)
+        and _sizes_are_aligned(operands)
         and native.available()
     )
 
@@ -130,10 +127,12 @@ def _torch_takes(a: torch.Tensor, b: torch.Tensor, offsets_L: torch.Tensor) -> b
     """`torch._grouped_mm` has a kernel without host sync for bf16 on compute capability 9 and
     up.
     """
-    if a.dtype != torch.bfloat16 or _capability(a.device) < (9, 0):
-        return False
-    sizes_aligned = all(size % 8 == 0 and size > 0 for t in (a, b) for size in t.shape[1:])
-    return sizes_aligned and a.shape[0] > 0 and offsets_L.shape[0] > 0
+    return (
+        a.dtype == torch.bfloat16
+        and capability(a.device) >= (9, 0)
+        and _sizes_are_aligned((a, b))
+        and offsets_L.shape[0] > 0
+    )
 
 
 def torch_grouped_mm(
@@ -151,7 +150,7 @@ def torch_wgrad(g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor)
 
 
 def _triton_takes(a: torch.Tensor, *others: torch.Tensor) -> bool:
-    return a.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+    return a.dtype != torch.float64 and has_triton()
 
 
 def triton_grouped_mm(

@@ -218,23 +218,22 @@ def grouped_mm(
     precision, tiles = precision_of(a_CI.dtype), grouped_mm_tiles(a_CI, w_LOI, num_rows)
     a_CI, w_LOI = dense_rows(a_CI), _readable(w_LOI, precision, num_rows)
     num_m = num_rows // tiles.block_m + num_experts + 1
-    with torch.cuda.device_of(a_CI):
-        grouped_mm_kernel[(num_m * triton.cdiv(width_o, tiles.block_n),)](
-            a_CI,
-            w_LOI,
-            c_CO,
-            offsets_L.contiguous(),
-            slot_of_row_C if slot_of_row_C is None else slot_of_row_C.contiguous(),
-            num_rows,
-            num_experts,
-            width_o,
-            width_i,
-            a_CI.stride(0),
-            *w_LOI.stride(),
-            top_k,
-            precision,
-            **tiles.blocks,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
+    grouped_mm_kernel[(num_m * triton.cdiv(width_o, tiles.block_n),)](
+        a_CI,
+        w_LOI,
+        c_CO,
+        offsets_L.contiguous(),
+        slot_of_row_C if slot_of_row_C is None else slot_of_row_C.contiguous(),
+        num_rows,
+        num_experts,
+        width_o,
+        width_i,
+        a_CI.stride(0),
+        *w_LOI.stride(),
+        top_k,
+        precision,
+        **tiles.blocks,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
     return c_CO

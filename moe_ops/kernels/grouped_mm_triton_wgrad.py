@@ -117,24 +117,23 @@ def grouped_mm_wgrad(
     gathered = g_slots is not None or a_slots is not None
     num_stages = 2 * tiles.num_stages - 1 if gathered else tiles.num_stages
     per_expert = triton.cdiv(width_o, tiles.block_m) * triton.cdiv(width_i, tiles.block_n)
-    with torch.cuda.device_of(g_CO):
-        grouped_mm_wgrad_kernel[(num_experts * per_expert,)](
-            g_CO,
-            a_CI,
-            w_LOI,
-            offsets_L.contiguous(),
-            g_slots if g_slots is None else g_slots.contiguous(),
-            a_slots if a_slots is None else a_slots.contiguous(),
-            width_o,
-            width_i,
-            g_CO.stride(0),
-            a_CI.stride(0),
-            *w_LOI.stride(),
-            top_k,
-            out is not None,
-            precision_of(g_CO.dtype),
-            **tiles.blocks,
-            num_warps=tiles.num_warps,
-            num_stages=num_stages,
-        )
+    grouped_mm_wgrad_kernel[(num_experts * per_expert,)](
+        g_CO,
+        a_CI,
+        w_LOI,
+        offsets_L.contiguous(),
+        g_slots if g_slots is None else g_slots.contiguous(),
+        a_slots if a_slots is None else a_slots.contiguous(),
+        width_o,
+        width_i,
+        g_CO.stride(0),
+        a_CI.stride(0),
+        *w_LOI.stride(),
+        top_k,
+        out is not None,
+        precision_of(g_CO.dtype),
+        **tiles.blocks,
+        num_warps=tiles.num_warps,
+        num_stages=num_stages,
+    )
     return w_LOI

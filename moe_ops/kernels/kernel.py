@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import torch
 
 
 class Kernel(NamedTuple):
@@ -23,3 +27,15 @@ class Kernel(NamedTuple):
 def always(*args: Any) -> bool:
     """`takes` of a kernel that serves every argument the operator's check lets through."""
     return True
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton, which is optional, is installed."""
+    return importlib.util.find_spec("triton") is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .kernel import Kernel
+from .kernel import Kernel, capability
 
 
 def router_linear(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _takes(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> bool:
     return (
         x_TH.dtype == weight_EH.dtype == torch.bfloat16
         and x_TH.numel() > 0
-        and torch.cuda.get_device_capability(x_TH.device) >= (8, 0)
+        and capability(x_TH.device) >= (8, 0)
     )
 
 

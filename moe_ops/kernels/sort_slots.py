@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from . import native
-from .kernel import Kernel
+from .kernel import Kernel, capability
+from .permute import ceil_div
 
 MAX_EXPERTS = 1024
 # Chunks of csrc/sort_slots.cu, each of one CTA, of which an H200 runs 132 at a time.
@@ -37,11 +38,6 @@ _MAX_COUNTS = 65536
 @functools.cache
 def _padded(num_experts: int) -> int:
     return max(triton.next_power_of_2(num_experts), _MIN_BINS)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    """Not triton.cdiv, which takes longer on the host than the rest of a launch's arithmetic."""
-    return -(-a // b)
 
 
 def _max_chunks(num_experts: int) -> int:
@@ -207,9 +203,9 @@ def launch(
     num_slots, num_rows = ids_TK.numel(), outputs[0].shape[0]
     ids_TK = ids_TK.contiguous()
 
-    num_blocks = max(_ceil_div(num_slots, block), 1)
-    blocks_per_chunk = _ceil_div(num_blocks, max_chunks)
-    num_chunks = _ceil_div(num_blocks, blocks_per_chunk)
+    num_blocks = max(ceil_div(num_slots, block), 1)
+    blocks_per_chunk = ceil_div(num_blocks, max_chunks)
+    num_chunks = ceil_div(num_blocks, blocks_per_chunk)
     experts = _padded(num_experts)
     sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "BLOCK": block}
     num_warps = 8 if block > 1024 else 4
@@ -218,7 +214,7 @@ def launch(
         ids_TK, counts, num_slots, blocks_per_chunk, **sizes, num_warps=num_warps
     )
     # Programs without a chunk help with the rows that get no slot.
-    num_programs = max(num_chunks, min(_ceil_div(num_rows, block), max_chunks))
+    num_programs = max(num_chunks, min(ceil_div(num_rows, block), max_chunks))
     sort_slots_place_kernel[(num_programs,)](
         ids_TK,
         counts,
@@ -283,11 +279,7 @@ def _takes(ids_TK: torch.Tensor, num_experts: int, *capacities: Any) -> bool:
 
 
 def _native_takes(ids_TK: torch.Tensor, num_experts: int, *capacities: Any) -> bool:
-    return (
-        num_experts <= MAX_EXPERTS
-        and native.available()
-        and torch.cuda.get_device_capability(ids_TK.device) == (9, 0)
-    )
+    return num_experts <= MAX_EXPERTS and native.available() and capability(ids_TK.device) == (9, 0)
 
 
 KERNELS: dict[str, list[Kernel]] = {

@@ -43,14 +43,6 @@ def _check_matmul(
         checks.tensor(op, "slot_of_row_C", slot_of_row_C, 1, checks.INDICES, like=rows)
 
 
-def _check_options(op: str, act: str, limit: float | None, alpha: float) -> None:
-    checks.one_of(op, "act", act, ("silu", "gelu"))
-    if limit is not None and limit <= 0:
-        raise ValueError(f"{op}: limit must be positive or None, got {limit}")
-    if act == "gelu" and alpha != 1.0:
-        raise ValueError(f"{op}: alpha must be 1 with act='gelu', got {alpha}")
-
-
 def _check(
     a: torch.Tensor,
     slot_of_row_C: torch.Tensor | None,
@@ -69,7 +61,7 @@ def _check(
     width = w13_L2FI.shape[1]
     checks.holds(op, width % 2 == 0, lambda: f"w13_L2FI must have even 2F, got {width}")
     _check_row_weights(op, row_weights_C, a, slot_of_row_C)
-    _check_options(op, act, limit, alpha)
+    checks.activation(op, act, limit, alpha)
 
 
 def _check_row_weights(
@@ -103,7 +95,7 @@ def _check_backward(
     checks.same_size(op, "g, gathered, and h_C2F must share C", num_rows, h_C2F.shape[0])
     checks.same_size(op, "h_C2F must be twice O wide", h_C2F.shape[1], 2 * w_LOI.shape[1])
     checks.row_weights(op, row_weights_C, h_C2F)
-    _check_options(op, act, limit, alpha)
+    checks.activation(op, act, limit, alpha)
 
 
 def _check_with_output(
@@ -124,7 +116,7 @@ def _check_with_output(
     checks.same_size(op, "grad_CF and h_C2F must share C", grad_CF.shape[0], h_C2F.shape[0])
     checks.same_size(op, "h_C2F must be 2F wide", h_C2F.shape[1], 2 * grad_CF.shape[1])
     checks.row_weights(op, row_weights_C, h_C2F)
-    _check_options(op, act, limit, alpha)
+    checks.activation(op, act, limit, alpha)
 
 
 def _matmul(

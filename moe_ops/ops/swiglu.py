@@ -69,11 +69,7 @@ def _check(
     checks.row_weights(op, row_weights_C, h_C2F)
     width = h_C2F.shape[1]
     checks.holds(op, width % 2 == 0, lambda: f"h_C2F must have an even width, got {width}")
-    checks.one_of(op, "act", act, ("silu", "gelu"))
-    if limit is not None and limit <= 0:
-        raise ValueError(f"{op}: limit must be positive or None, got {limit}")
-    if act == "gelu" and alpha != 1.0:
-        raise ValueError(f"{op}: alpha must be 1 with act='gelu', got {alpha}")
+    checks.activation(op, act, limit, alpha)
 
 
 def _check_backward(grad_CF: torch.Tensor, h_C2F: torch.Tensor, *args: Any) -> None:
