@@ -23,7 +23,7 @@ Tensors = tuple[torch.Tensor, ...]
 _OPS = torch.ops.moe_ops
 
 
-def _forward_operands(scene: Scene, matmul: str) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_operands(scene: Scene, matmul: str) -> tuple[torch.Tensor, torch.Tensor]:
     """a_CI and w_LOI."""
     hidden, ffn = scene.shape.hidden, scene.shape.ffn
     if matmul == "fc1":
@@ -35,7 +35,7 @@ def _forward_operands(scene: Scene, matmul: str) -> tuple[torch.Tensor, torch.Te
     return scene.rows(hidden), scene.w2().mT
 
 
-def _wgrad_operands(scene: Scene, matmul: str) -> tuple[torch.Tensor, torch.Tensor]:
+def wgrad_operands(scene: Scene, matmul: str) -> tuple[torch.Tensor, torch.Tensor]:
     """g_CO and a_CI."""
     hidden, ffn = scene.shape.hidden, scene.shape.ffn
     if matmul == "wgrad_fc1":
@@ -45,8 +45,8 @@ def _wgrad_operands(scene: Scene, matmul: str) -> tuple[torch.Tensor, torch.Tens
 
 def deep_gemm_backend(module: Any, scene: Scene, matmul: str) -> Backend:
     if matmul.startswith("wgrad"):
-        return peer_calls.deep_gemm_wgrad(module, scene, *_wgrad_operands(scene, matmul))
-    return peer_calls.deep_gemm_forward(module, scene, *_forward_operands(scene, matmul))
+        return peer_calls.deep_gemm_wgrad(module, scene, *wgrad_operands(scene, matmul))
+    return peer_calls.deep_gemm_forward(module, scene, *forward_operands(scene, matmul))
 
 
 def _sampled(
@@ -76,7 +76,7 @@ def _matmul_flops(scene: Scene, factor: int = 1) -> int:
 
 def _grouped_mm(matmul: str) -> Callable[[Scene, Peers], Work]:
     def spec(scene: Scene, peers: Peers) -> Work:
-        a_CI, w_LOI = _forward_operands(scene, matmul)
+        a_CI, w_LOI = forward_operands(scene, matmul)
         offsets_L = scene.maps[2]
         error_of = _sampled(scene, lambda e, rows: (_times(a_CI[rows], w_LOI[e]),))
         backends = [
@@ -124,7 +124,7 @@ def _wgrad_error(
 
 def _grouped_mm_wgrad(matmul: str) -> Callable[[Scene, Peers], Work]:
     def spec(scene: Scene, peers: Peers) -> Work:
-        g_CO, a_CI = _wgrad_operands(scene, matmul)
+        g_CO, a_CI = wgrad_operands(scene, matmul)
         offsets_L = scene.maps[2]
         backends = [
             Backend("torch._grouped_mm", lambda: torch._grouped_mm(g_CO.mT, a_CI, offs=offsets_L))

@@ -179,9 +179,9 @@ class GroupedMatmul {
         for (int block = 1; block < blocks; ++block) {
           hopper::barrier_wait(full_ + 8 * stage_, phase_);
           multiply_stage(warpgroup, true, acc);
-          if (parts_left_ > 0) store_part();
           hopper::wgmma_wait<1>();
           release(previous);
+          if (parts_left_ > 0) store_part();
           previous = stage_;
           advance();
         }
@@ -354,17 +354,20 @@ class GroupedMatmul {
   }
 
   __device__ void store_part() {
-    run_part<0>(kParts - parts_left_);
+    run_part<0, kParts>(kParts - parts_left_);
     --parts_left_;
   }
 
   // Registers have no index at run time.
-  template <int kPart>
+  template <int kFrom, int kTo>
   __device__ void run_part(int part) {
-    if (part == kPart) {
-      run_part<kPart>();
-    } else if constexpr (kPart + 1 < kParts) {
-      run_part<kPart + 1>(part);
+    constexpr int kMiddle = (kFrom + kTo) / 2;
+    if constexpr (kFrom == kMiddle) {
+      run_part<kFrom>();
+    } else if (part < kMiddle) {
+      run_part<kFrom, kMiddle>(part);
+    } else {
+      run_part<kMiddle, kTo>(part);
     }
   }
 
@@ -384,19 +387,23 @@ class GroupedMatmul {
         if constexpr (kStep == 5) store_chunk<kGate>(&maps_.act, n, 0);
       }
     } else if constexpr (kBackward) {
-      differentiate_chunk<kPart / 6, kPart % 6>();
+      constexpr int kStep = kPart % 8;  // two parts of nothing, while h is on its way
+      if constexpr (kStep == 0 || kStep > 2) differentiate_chunk<kPart / 8, kStep == 0 ? 0 : kStep - 2>();
     }
   }
 
   // 16 columns, in the place of the gate.
   template <int kGate, int kPair>
   __device__ void activate_columns() {
-    constexpr int kFirst = kGate * kChunkRegisters + 4 * kPair;
+    uint32_t* const gates = packed_ + kGate * kChunkRegisters + 4 * kPair;
+    float2 sigmoids[4];
+    load_sigmoids(gates, sigmoids);
 #pragma unroll
-    for (int i = kFirst; i < kFirst + 4; ++i) {
-      const float2 gate = hopper::unpack<T>(packed_[i]), up = hopper::unpack<T>(packed_[kChunkRegisters + i]);
+    for (int i = 0; i < 4; ++i) {
+      const float2 gate = hopper::unpack<T>(gates[i]), up = hopper::unpack<T>(gates[kChunkRegisters + i]);
       const float weight = i % 2 == 0 ? row_weights_.x : row_weights_.y;
-      packed_[i] = hopper::pack<T>(activate(gate.x, up.x) * weight, activate(gate.y, up.y) * weight);
+      gates[i] = hopper::pack<T>(activated(limited_gate(gate.x), sigmoids[i].x).value * limited_up(up.x) * weight,
+                                 activated(limited_gate(gate.y), sigmoids[i].y).value * limited_up(up.y) * weight);
     }
   }
 
@@ -412,7 +419,25 @@ class GroupedMatmul {
     float value, slope;  // of the gate
   };
 
-  __device__ Activated activated(float gate) const {
+  __device__ float scaled(float gate) const { return kAct == Act::kSilu ? gate : arguments_.activation.alpha * gate; }
+
+  // Of eight gates at a time, all exponentials before all reciprocals, so that none is waited for. Not for kGelu.
+  __device__ void load_sigmoids(const uint32_t* gates, float2 (&sigmoids)[4]) const {
+    if constexpr (kAct == Act::kGelu) return;
+    constexpr float kLog2E = 1.4426950408889634f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 gate = hopper::unpack<T>(gates[i]);
+      sigmoids[i] = {hopper::exp2(-kLog2E * scaled(limited_gate(gate.x))),
+                     hopper::exp2(-kLog2E * scaled(limited_gate(gate.y)))};
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sigmoids[i] = {hopper::reciprocal(1.0f + sigmoids[i].x), hopper::reciprocal(1.0f + sigmoids[i].y)};
+    }
+  }
+
+  __device__ Activated activated(float gate, float sigmoid) const {
     if constexpr (kAct == Act::kGelu) {
       // Phi by formula 7.1.26 of Abramowitz and Stegun (error 1e-7): erff would be a call, and calls end a wgmma
       // pipeline.
@@ -425,9 +450,7 @@ class GroupedMatmul {
       const float phi = gate < 0.0f ? tail : 1.0f - tail;
       return {gate * phi, phi + gate * 0.39894228040143268f * bell};
     }
-    const float scaled = kAct == Act::kSilu ? gate : arguments_.activation.alpha * gate;
-    const float sigmoid = hopper::reciprocal(1.0f + hopper::exp2(-1.4426950408889634f * scaled));
-    return {gate * sigmoid, sigmoid + sigmoid * scaled * (1.0f - sigmoid)};
+    return {gate * sigmoid, sigmoid + sigmoid * scaled(gate) * (1.0f - sigmoid)};
   }
 
   __device__ float limited_gate(float gate) const {
@@ -440,8 +463,6 @@ class GroupedMatmul {
     const Activation& act = arguments_.activation;
     return hopper::max_or_nan(hopper::min_or_nan(up, act.limit), -act.limit) + act.up_offset;
   }
-
-  __device__ float activate(float gate, float up) const { return activated(limited_gate(gate)).value * limited_up(up); }
 
   // ---- backward of the activation: packed_ holds its gradient, h comes in by chunks of 64 columns ----
 
@@ -497,28 +518,30 @@ class GroupedMatmul {
     uint32_t gate[4], up[4];
     hopper::load_matrices(warp_staging(0) + at, gate[0], gate[1], gate[2], gate[3]);
     hopper::load_matrices(warp_staging(1) + at, up[0], up[1], up[2], up[3]);
+    float2 sigmoids[4];
+    load_sigmoids(gate, sigmoids);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      differentiate(i % 2 == 0, gate[i], up[i], packed_[kFrom * kChunkRegisters + 4 * kPair + i]);
+      differentiate(i % 2 == 0, sigmoids[i], gate[i], up[i], packed_[kFrom * kChunkRegisters + 4 * kPair + i]);
     }
     hopper::store_matrices(warp_staging(0) + at, gate[0], gate[1], gate[2], gate[3]);
     hopper::store_matrices(warp_staging(1) + at, up[0], up[1], up[2], up[3]);
   }
 
   // Two neighbouring columns of a row, the upper or the lower one of the thread's.
-  __device__ void differentiate(bool upper, uint32_t& gates, uint32_t& ups, uint32_t& grads) {
+  __device__ void differentiate(bool upper, float2 sigmoids, uint32_t& gates, uint32_t& ups, uint32_t& grads) {
     const float2 gate = hopper::unpack<T>(gates), up = hopper::unpack<T>(ups), grad = hopper::unpack<T>(grads);
     const float weight = upper ? row_weights_.x : row_weights_.y;
-    const float3 first = differentiate(weight, gate.x, up.x, grad.x, upper);
-    const float3 second = differentiate(weight, gate.y, up.y, grad.y, upper);
+    const float3 first = differentiate(weight, sigmoids.x, gate.x, up.x, grad.x, upper);
+    const float3 second = differentiate(weight, sigmoids.y, gate.y, up.y, grad.y, upper);
     gates = hopper::pack<T>(first.x, second.x);
     ups = hopper::pack<T>(first.y, second.y);
     grads = hopper::pack<T>(first.z, second.z);
   }
 
   // Gradients of gate and up, and the activation.
-  __device__ float3 differentiate(float weight, float gate, float up, float grad, bool upper) {
-    const Activated act = activated(limited_gate(gate));
+  __device__ float3 differentiate(float weight, float sigmoid, float gate, float up, float grad, bool upper) {
+    const Activated act = activated(limited_gate(gate), sigmoid);
     const float factor = limited_up(up), product = act.value * factor;
     (upper ? grad_weights_.x : grad_weights_.y) += grad * product;
     grad *= weight;
@@ -618,7 +641,7 @@ class GroupedMatmul {
   uint32_t phase_ = 0;
 
   static constexpr int kChunks = kTileN / kChunk;
-  static constexpr int kParts = kGated ? 12 : kBackward ? 24 : 4;
+  static constexpr int kParts = kGated ? 12 : kBackward ? 32 : 4;
   int kept_n_, kept_row_, kept_group_, kept_first_, parts_left_ = 0;
   uint32_t h_phase_ = 0;
   float2 row_weights_, grad_weights_;

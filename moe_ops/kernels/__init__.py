@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import _library
+from . import autotune
 from .kernel import Kernel, has_triton
 
 # Modules with a dict KERNELS: operator -> its kernels, best first. Those of the second list are
@@ -42,6 +43,8 @@ def _kernels() -> dict[str, list[Kernel]]:
 
 def choose(op: str, *args: Any) -> Callable[..., Any]:
     """The fastest kernel of operator `op` that takes these arguments (device, dtypes, shapes)."""
+    if autotune.enabled():
+        _tune_once(op, args)
     kernel = _chosen(op, args)
     if kernel is not None:
         return kernel.run
@@ -64,9 +67,38 @@ def fuses(op: str, *args: Any) -> bool:
     return kernel is not None and not kernel.composes
 
 
+def tune(op: str, *args: Any) -> dict[str, float]:
+    """Time operator `op` on these arguments, kernel by kernel: microseconds by kernel's name.
+
+    The times go into the user's table (`autotune.user_table`), by which `choose` goes from then on.
+
+    Raises:
+        ValueError: the tensors are not on a GPU, or no operator has this name.
+    """
+    if op not in _library.OPS and op not in _library.PRIVATE_OPS:
+        raise ValueError(f"tune: op must be an operator of moe_ops, got {op!r}")
+    device = next(arg for arg in args if isinstance(arg, torch.Tensor)).device
+    if device.type != "cuda":
+        raise ValueError(f"tune: tensors must be on a GPU, got {device}")
+    return autotune.tune(op, args, _kernels().get(op, []))
+
+
+def _tune_once(op: str, args: tuple[Any, ...]) -> None:
+    several = len(_kernels().get(op, [])) > 1
+    if several and autotune.fastest(op, args) is None and not _capturing():
+        tune(op, *args)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _chosen(op: str, args: tuple[Any, ...]) -> Kernel | None:
     """None: the reference."""
-    return next((kernel for kernel in _kernels().get(op, []) if kernel.takes(*args)), None)
+    kernels = _kernels().get(op, [])
+    if len(kernels) > 1 and (fastest := autotune.fastest(op, args)):
+        kernels = sorted(kernels, key=lambda kernel: kernel.name != fastest)
+    return next((kernel for kernel in kernels if kernel.takes(*args)), None)
 
 
 def table() -> dict[str, list[str]]:
