@@ -85,7 +85,7 @@ def tune(op: str, *args: Any) -> dict[str, float]:
 
 def _tune_once(op: str, args: tuple[Any, ...]) -> None:
     several = len(_kernels().get(op, [])) > 1
-    if several and autotune.fastest(op, args) is None and not _capturing():
+    if several and not autotune.ranking(op, args) and not _capturing():
         tune(op, *args)
 
 
@@ -96,8 +96,10 @@ def _capturing() -> bool:
 def _chosen(op: str, args: tuple[Any, ...]) -> Kernel | None:
     """None: the reference."""
     kernels = _kernels().get(op, [])
-    if len(kernels) > 1 and (fastest := autotune.fastest(op, args)):
-        kernels = sorted(kernels, key=lambda kernel: kernel.name != fastest)
+    if len(kernels) > 1 and (ranked := autotune.ranking(op, args)):
+        rest = len(ranked)
+        place = {name: rank for rank, name in enumerate(ranked)}
+        kernels = sorted(kernels, key=lambda kernel: place.get(kernel.name, rest))
     return next((kernel for kernel in kernels if kernel.takes(*args)), None)
 
 

@@ -38,6 +38,7 @@ _SHIPPED = Path(__file__).with_name("timings.json")
 _VARYING = ("C", "T", "S")
 _MEASURED_S = 0.2
 _FAR_SLOWER = 4
+_COMPARED = 1 << 26  # values at a time, for there are float64 copies of them
 
 Timings = dict[str, dict[str, dict[str, float]]]  # device -> case -> kernel -> microseconds
 
@@ -53,15 +54,15 @@ def user_table() -> Path:
     return Path(os.environ.get("MOE_OPS_TIMINGS") or Path(cache) / "moe_ops" / "timings.json")
 
 
-def fastest(op: str, args: Sequence[Any]) -> str | None:
-    """Name of the kernel that was the fastest; None if the case was never timed."""
+def ranking(op: str, args: Sequence[Any]) -> list[str]:
+    """Names of the kernels that were timed in this case, the fastest first."""
     tensors = tuple(arg if isinstance(arg, torch.Tensor) else None for arg in args)
     shapes = tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
     if not all(type(size) is int for shape in shapes if shape for size in shape):
-        return None  # sizes of a graph that is dynamic
+        return []  # sizes of a graph that is dynamic
     first = next(tensor for tensor in tensors if tensor is not None)
     views = tuple(tensor is not None and _is_transposed(tensor) for tensor in tensors)
-    return _fastest(op, first.device, first.dtype, shapes, views)
+    return _ranking(op, first.device, first.dtype, shapes, views)
 
 
 def tune(op: str, args: Sequence[Any], kernels: Sequence[Kernel]) -> dict[str, float]:
@@ -88,7 +89,7 @@ def tune(op: str, args: Sequence[Any], kernels: Sequence[Kernel]) -> dict[str, f
     _log.info("%s: %s", case, times)
     _add(user_table(), {device_name(first.device): {case: times}})
     _tables.cache_clear()
-    _fastest.cache_clear()
+    _ranking.cache_clear()
     return times
 
 
@@ -108,18 +109,18 @@ def device_name(device: torch.device) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _fastest(
+def _ranking(
     op: str,
     device: torch.device,
     dtype: torch.dtype,
     shapes: tuple[tuple[int, ...] | None, ...],
     views: tuple[bool, ...],
-) -> str | None:
+) -> list[str]:
     case = _case(op, dtype, shapes, any(views))
     for table in _tables():
         if times := table.get(device_name(device), {}).get(case):
-            return min(times, key=times.__getitem__)
-    return None
+            return sorted(times, key=times.__getitem__)
+    return []
 
 
 def _case(
@@ -178,11 +179,17 @@ def _add(path: Path, more: Timings) -> None:
 def _difference(result: Any, expected: Any) -> str | None:
     """What is wrong with a kernel's result, if anything."""
     for number, (got, wanted) in enumerate(zip(*map(pytree.tree_leaves, (result, expected)))):
-        try:
-            if got.is_floating_point():
-                testing.assert_close(f"output {number}", got, wanted)
-            else:
-                testing.assert_equal(f"output {number}", got, wanted)
-        except AssertionError as error:
-            return str(error)
+        if got.shape != wanted.shape:
+            return f"output {number}: shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
+        largest = wanted.abs().max().item() if wanted.numel() else 0.0
+        pairs = zip(got.flatten().split(_COMPARED), wanted.flatten().split(_COMPARED))
+        for part, (got_part, wanted_part) in enumerate(pairs):
+            name = f"output {number} from {part * _COMPARED}"
+            try:
+                if got.is_floating_point():
+                    testing.assert_close(name, got_part, wanted_part, scale=largest)
+                else:
+                    testing.assert_equal(name, got_part, wanted_part)
+            except AssertionError as error:
+                return str(error)
     return None

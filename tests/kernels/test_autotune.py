@@ -33,7 +33,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     autotune._tables.cache_clear()
-    autotune._fastest.cache_clear()
+    autotune._ranking.cache_clear()
 
 
 def arguments(rows: int = 5, width: int = 8, dtype: torch.dtype = torch.float32) -> list[Any]:
@@ -84,20 +84,32 @@ def test_cases_round_rows_only() -> None:
     assert case(a_CI[:0], w_LOI, offsets_L) == "grouped_mm float32 C0 I8 L2 O4"
 
 
-def test_a_kernel_that_refuses_is_not_chosen(table: Path) -> None:
+def test_the_next_in_time_stands_in_for_a_kernel_that_refuses() -> None:
     args = arguments()
-    found = kernels_of(slow=slow, fast=_reference)
-    autotune.tune("grouped_mm", args, found)
-    refusing = found[1]._replace(takes=lambda *args: False)
-    with offered(found[0], refusing):
+    slower, slow_one, fast = kernels_of(
+        slower=lambda *a: slow(*a) + 0 * slow(*a), slow=slow, fast=_reference
+    )
+    assert list(autotune.tune("grouped_mm", args, [slower, slow_one, fast])) == [
+        "slower",
+        "slow",
+        "fast",
+    ]
+    with offered(slower, slow_one, fast._replace(takes=lambda *args: False)):
         assert kernels.name_of("grouped_mm", *args) == "slow"
+
+
+def test_large_results_are_compared_in_parts(caplog: pytest.LogCaptureFixture) -> None:
+    found = kernels_of(wrong=wrong, right=_reference)
+    with mock.patch.object(autotune, "_COMPARED", 8), caplog.at_level(logging.ERROR, "moe_ops"):
+        assert list(autotune.tune("grouped_mm", arguments(), found)) == ["right"]
+    assert "output 0 from 16[3]" in caplog.text
 
 
 def test_a_wrong_kernel_gets_no_time(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "moe_ops"):
         times = autotune.tune("grouped_mm", arguments(), kernels_of(wrong=wrong, right=slow))
     assert list(times) == ["right"]
-    assert "kernel wrong is wrong: output 0[4, 3]" in caplog.text
+    assert "kernel wrong is wrong: output 0 from 0[19]" in caplog.text
 
 
 def test_the_table_of_the_user_comes_before_the_shipped_one(
@@ -109,18 +121,18 @@ def test_the_table_of_the_user_comes_before_the_shipped_one(
     monkeypatch.setattr(autotune, "_SHIPPED", shipped)
     shipped.write_text(json.dumps({"cpu": {case: {"a": 1.0, "b": 2.0}}}))
     forget()
-    assert autotune.fastest("grouped_mm", args) == "a"
+    assert autotune.ranking("grouped_mm", args) == ["a", "b"]
     autotune._add(table, {"cpu": {case: {"a": 3.0, "b": 2.0}}})
     forget()
-    assert autotune.fastest("grouped_mm", args) == "b"
-    assert autotune.fastest("grouped_mm", arguments(width=16)) is None
+    assert autotune.ranking("grouped_mm", args) == ["b", "a"]
+    assert not autotune.ranking("grouped_mm", arguments(width=16))
 
 
 def test_a_broken_table_is_ignored(table: Path, caplog: pytest.LogCaptureFixture) -> None:
     table.parent.mkdir()
     table.write_text("{")
     with caplog.at_level(logging.WARNING, "moe_ops"):
-        assert autotune.fastest("grouped_mm", arguments()) is None
+        assert not autotune.ranking("grouped_mm", arguments())
     assert str(table) in caplog.text
 
 
@@ -149,7 +161,7 @@ def test_sizes_of_a_dynamic_graph_are_no_case() -> None:
     with torch._subclasses.FakeTensorMode(shape_env=shape_env) as mode:
         pass
     args = [mode.from_tensor(arg, static_shapes=False) for arg in arguments(rows=50)]
-    assert autotune.fastest("grouped_mm", args) is None
+    assert not autotune.ranking("grouped_mm", args)
 
 
 def test_the_shipped_table_names_kernels() -> None:
