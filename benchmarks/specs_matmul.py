@@ -208,27 +208,22 @@ def _gather_grouped_mm_wgrad(matmul: str) -> Callable[[Scene, Peers], Work]:
 
 
 def grouped_mm_swiglu(scene: Scene, peers: Peers) -> Work:
-    slot_of_row_C, row_of_slot_TK, offsets_E = scene.maps
-    x_TH, w13_E2FH, token_C = scene.tokens(), scene.w13(), _token_of_row(scene)
-    weights_C = scene.row_weights_C
+    rows_CH, w13_E2FH = scene.rows(scene.shape.hidden), scene.w13()
+    weights_C, offsets_E = scene.row_weights_C, scene.maps[2]
 
     def of_rows(expert: int, rows: torch.Tensor) -> Tensors:
-        h = _times(x_TH[token_C[rows]], w13_E2FH[expert])
+        h = _times(rows_CH[rows], w13_E2FH[expert])
         return h, reference("swiglu", h, weights_C[rows], offsets_E.new_tensor([len(rows)]))
 
     def unfused() -> Tensors:
-        rows_CH = _OPS.permute(x_TH, None, slot_of_row_C, row_of_slot_TK)
         h_C2F = _OPS.grouped_mm(rows_CH, w13_E2FH, offsets_E)
         return h_C2F, _OPS.swiglu(h_C2F, weights_C, offsets_E)
 
     return work(
         "grouped_mm_swiglu",
         scene,
-        (
-            *(x_TH, slot_of_row_C, scene.shape.top_k, w13_E2FH, weights_C, offsets_E),
-            *("silu", None, 1.0, 0.0),
-        ),
-        backends=[Backend("permute, grouped_mm, swiglu", unfused)],
+        (rows_CH, None, 1, w13_E2FH, weights_C, offsets_E, "silu", None, 1.0, 0.0),
+        backends=[Backend("grouped_mm, swiglu", unfused)],
         error_of=_sampled(scene, of_rows),
         limit=BF16_LIMIT,
         num_flops=_matmul_flops(scene, 2),
@@ -236,30 +231,26 @@ def grouped_mm_swiglu(scene: Scene, peers: Peers) -> Work:
 
 
 def grouped_mm_swiglu_backward(scene: Scene, peers: Peers) -> Work:
-    slot_of_row_C, row_of_slot_TK, offsets_E = scene.maps
-    grad_TH, w2t_EFH, token_C = scene.tokens(), scene.w2().mT, _token_of_row(scene)
+    grad_CH, w2t_EFH, offsets_E = scene.rows(scene.shape.hidden), scene.w2().mT, scene.maps[2]
     h_C2F, weights_C = scene.rows(2 * scene.shape.ffn), scene.row_weights_C
+    options = ("silu", None, 1.0, 0.0)
 
     def of_rows(expert: int, rows: torch.Tensor) -> Tensors:
-        grad_a = _times(grad_TH[token_C[rows]], w2t_EFH[expert])
+        grad_a = _times(grad_CH[rows], w2t_EFH[expert])
         shared = (h_C2F[rows].float(), weights_C[rows], offsets_E.new_tensor([len(rows)]))
         grad_h, grad_weights = reference("swiglu_backward", grad_a, *shared)
         return grad_h, reference("swiglu", *shared), grad_weights
 
     def unfused() -> Tensors:
-        rows_CH = _OPS.permute(grad_TH, None, slot_of_row_C, row_of_slot_TK)
-        grad_CF = _OPS.grouped_mm(rows_CH, w2t_EFH, offsets_E)
-        grad_h_C2F, grad_weights_C = _OPS.swiglu_backward(grad_CF, h_C2F, weights_C, offsets_E)
-        return grad_h_C2F, _OPS.swiglu(h_C2F, weights_C, offsets_E), grad_weights_C
+        grad_CF = _OPS.grouped_mm(grad_CH, w2t_EFH, offsets_E)
+        args = (grad_CF, h_C2F, weights_C, offsets_E, *options)
+        return _OPS.swiglu_backward_with_output(*args)
 
     return work(
         "grouped_mm_swiglu_backward",
         scene,
-        (
-            *(grad_TH, slot_of_row_C, scene.shape.top_k, w2t_EFH, h_C2F, weights_C, offsets_E),
-            *("silu", None, 1.0, 0.0),
-        ),
-        backends=[Backend("permute, grouped_mm, swiglu twice", unfused)],
+        (grad_CH, None, 1, w2t_EFH, h_C2F, weights_C, offsets_E, *options),
+        backends=[Backend("grouped_mm, swiglu_backward_with_output", unfused)],
         error_of=_sampled(scene, of_rows),
         limit=BF16_LIMIT,
         num_flops=_matmul_flops(scene),
