@@ -26,7 +26,7 @@ from moe_ops.nn import MoE, MoEConfig
 
 from .harness import HEADER, Harness, Row, compare, fill, line, reason, relative_error, save
 from .peers import Peers
-from .workloads import SHAPES, TINY, Scene, Shape
+from .workloads import ALL_SHAPES, SHAPES, Scene, Shape
 
 VARIANTS = ("passes", "compiled", "eager", "stock", "stock compiled", "SonicMoE")
 OURS = {"passes", "compiled", "eager"}
@@ -37,7 +37,8 @@ LIMIT = 2e-2
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """`forward` maps x to y; `leaves` are its parameters; `grads` their gradients as (router, w13,
-    w2), in our layout, None if it chooses experts by other logits than ours.
+    w2), in our layout, None if it chooses experts by other logits than ours. Candidates without
+    `grads` are checked on y and grad_x only.
     """
 
     name: str
@@ -163,11 +164,12 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """Outputs and gradients of a few tokens, and gradients of one expert, in float32."""
+    """In float32: outputs and gradients of a few tokens, gradients of the router and one expert."""
 
     tokens: torch.Tensor
     y: torch.Tensor
     grad_x: torch.Tensor
+    grad_router: torch.Tensor
     expert: int
     grad_w13: torch.Tensor
     grad_w2: torch.Tensor
@@ -189,14 +191,25 @@ class Oracle:
                 y_H = y_H + weight * _expert(x_H[None], w13[expert].float(), w2[expert].float())[0]
             grads.append(torch.autograd.grad(y_H, x_H, grad_TH[token].float())[0])
             outputs.append(y_H.detach())
-        expert = 0
+        logits_TE.requires_grad_()
         weights_TK, ids_TK = logits_TE.softmax(1).topk(top_k, dim=1)
         weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
+        grad_weights_TK = _grad_weights(x_TH, w13, w2, ids_TK, grad_TH)
+        (grad_logits_TE,) = torch.autograd.grad(weights_TK, logits_TE, grad_weights_TK)
+        expert = 0
         rows, k = (ids_TK == expert).nonzero(as_tuple=True)
         leaves = [w[expert].float().requires_grad_() for w in (w13, w2)]
-        y = _expert(x_TH[rows].float(), *leaves) * weights_TK[rows, k][:, None]
+        y = _expert(x_TH[rows].float(), *leaves) * weights_TK.detach()[rows, k][:, None]
         grad_w13, grad_w2 = torch.autograd.grad(y, leaves, grad_TH[rows].float())
-        return cls(tokens, torch.stack(outputs), torch.stack(grads), expert, grad_w13, grad_w2)
+        return cls(
+            tokens=tokens,
+            y=torch.stack(outputs),
+            grad_x=torch.stack(grads),
+            grad_router=grad_logits_TE.T @ x_TH.float(),
+            expert=expert,
+            grad_w13=grad_w13,
+            grad_w2=grad_w2,
+        )
 
     def errors(self, step: Step) -> dict[str, float]:
         y_TH = step()
@@ -206,7 +219,8 @@ class Oracle:
             "grad_x": relative_error(step.x_TH.grad[self.tokens], self.grad_x),
         }
         if step.candidate.grads is not None:
-            _, grad_w13, grad_w2 = step.candidate.grads()
+            grad_router, grad_w13, grad_w2 = step.candidate.grads()
+            found["grad_router"] = relative_error(grad_router, self.grad_router)
             found["grad_w13"] = relative_error(grad_w13[self.expert], self.grad_w13)
             found["grad_w2"] = relative_error(grad_w2[self.expert], self.grad_w2)
         return found
@@ -215,6 +229,22 @@ class Oracle:
 def _expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     gate, up = (x @ w13.T).chunk(2, dim=-1)
     return (functional.silu(gate) * up) @ w2.T
+
+
+def _grad_weights(
+    x_TH: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids_TK: torch.Tensor,
+    grad_TH: torch.Tensor,
+) -> torch.Tensor:
+    """A gate weight's gradient is its expert's output times the token's gradient."""
+    grad_TK = torch.empty(ids_TK.shape, device=ids_TK.device)
+    for expert in range(len(w13)):
+        rows, k = (ids_TK == expert).nonzero(as_tuple=True)
+        y = _expert(x_TH[rows].float(), w13[expert].float(), w2[expert].float())
+        grad_TK[rows, k] = (y * grad_TH[rows].float()).sum(1)
+    return grad_TK
 
 
 def _prepare(
@@ -292,7 +322,7 @@ def _profile(title: str, step: Step) -> None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench_layer", description=__doc__.splitlines()[0])
     main_shapes = [name for name, shape in SHAPES.items() if shape.main]
-    parser.add_argument("--shape", nargs="+", default=main_shapes, choices=[*SHAPES, TINY.name])
+    parser.add_argument("--shape", nargs="+", default=main_shapes, choices=ALL_SHAPES)
     parser.add_argument("--variant", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--json", help="write all figures to this file")
     parser.add_argument("--peers", action="store_true", help="also SonicMoE")
@@ -307,13 +337,12 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Bench each shape, printing its rows."""
     start = time.perf_counter()
     harness = Harness(args.device, repeats=args.repeats, heat_s=args.heat)
-    shapes = {**SHAPES, TINY.name: TINY}
     print(HEADER)
     rows: list[Row] = []
     for name in args.shape:
-        found = bench_shape(shapes[name], args, harness)
+        found = bench_shape(ALL_SHAPES[name], args, harness)
         rows += found
-        floor = 4 * shapes[name].num_rows * shapes[name].ffn
+        floor = 4 * ALL_SHAPES[name].num_rows * ALL_SHAPES[name].ffn
         for row in found:
             print(line(row))
             if "saved" in row.extra:

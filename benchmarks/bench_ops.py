@@ -2,8 +2,7 @@
 
     python -m benchmarks.bench_ops --op permute --shape Qwen3 --json out.json
 
-An operator's entry stands in `SPECS`; timing in `benchmarks.harness`. Private operators take part
-once they are registered.
+An operator's entry stands in `SPECS`; timing in `benchmarks.harness`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import moe_ops  # noqa: F401 - registers the operators
 from . import specs_data, specs_matmul
 from .harness import HEADER, Harness, Row, line, reason, save
 from .peers import Peers
-from .workloads import ROUTINGS, SHAPES, TINY, Scene, Shape
+from .workloads import ALL_SHAPES, ROUTINGS, SHAPES, Scene, Shape
 
 SPECS = {**specs_data.SPECS, **specs_matmul.SPECS}
 # What runs where nothing is chosen, after everything on the main shapes with random routing.
@@ -39,7 +38,7 @@ class Item:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench_ops", description=__doc__.splitlines()[0])
     parser.add_argument("--op", nargs="+", default=[], help=f"of {', '.join(SPECS)}, or a prefix")
-    parser.add_argument("--shape", nargs="+", default=[], choices=[*SHAPES, TINY.name])
+    parser.add_argument("--shape", nargs="+", default=[], choices=ALL_SHAPES)
     parser.add_argument("--routing", nargs="+", default=[], choices=ROUTINGS)
     parser.add_argument("--json", help="write all figures to this file")
     parser.add_argument("--peers", action="store_true", help="also the other libraries")
@@ -70,11 +69,10 @@ def _fits(spec: str, name: str) -> bool:
 def plan(args: argparse.Namespace) -> Iterator[Item]:
     """What to run, the most wanted first."""
     specs = chosen_specs(args.op)
-    shapes = {**SHAPES, TINY.name: TINY}
     if args.shape or args.routing or args.quick:
         for name in args.shape or (["Qwen3"] if args.quick else list(SHAPES)):
             for routing in args.routing or ["random"]:
-                yield Item(shapes[name], routing, specs)
+                yield Item(ALL_SHAPES[name], routing, specs)
         return
 
     def among(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -91,10 +89,6 @@ def plan(args: argparse.Namespace) -> Iterator[Item]:
         yield Item(shape, "zipf", among(_ON_ZIPF))
 
 
-def registered(spec: str) -> bool:
-    return hasattr(torch.ops.moe_ops, spec.partition("/")[0])
-
-
 def run(args: argparse.Namespace) -> list[Row]:
     """Run the plan, printing rows as they come and saving them after each shape."""
     start = time.perf_counter()
@@ -105,14 +99,12 @@ def run(args: argparse.Namespace) -> list[Row]:
     peers = Peers(*(("moe-ops", "DeepGEMM") if args.peers else ()))
     for name, why in peers.missing.items():
         print(f"without {name}: {why}")
-    if absent := [spec for spec in chosen_specs(args.op) if not registered(spec)]:
-        print(f"not registered: {', '.join(absent)}")
     print(HEADER)
     rows: list[Row] = []
     left_out = []
     for item in items:
         scene = Scene(item.shape, item.routing, args.device)
-        for spec in filter(registered, item.specs):
+        for spec in item.specs:
             if args.budget and time.perf_counter() - start > args.budget:
                 left_out.append(f"{spec} {item.shape.name} {item.routing}")
                 continue

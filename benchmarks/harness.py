@@ -8,6 +8,9 @@ percentile, over the median).
 - Matrix work runs hot: the card reaches its power limit first, and nothing lets it cool down.
 - Memory-bound work runs cold: before each call the L2 cache is filled with other, clean lines, and
   the device is kept busy while the call is being launched, so that launching is not measured.
+
+A JSON file names the commit: the checkout's, or what the environment variable BENCH_COMMIT says,
+which is for copies of the tree without its .git.
 """
 
 from __future__ import annotations

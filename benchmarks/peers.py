@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from .harness import Backend, reason
-from .workloads import ALIGNMENT, SHAPES, Scene
+from .workloads import ALIGNMENT, MATMULS, SHAPES, WGRADS, Scene
 
 
 class Peers:
@@ -221,11 +221,10 @@ def _warm(job: tuple[str, str, str]) -> str:
 
 def main(names: list[str]) -> None:
     shapes = names or [name for name, shape in SHAPES.items() if shape.main]
-    matmuls = ("fc1", "fc2", "dgrad_fc1", "dgrad_fc2", "wgrad_fc1", "wgrad_fc2")
     jobs = [
         (shape, routing, matmul)
         for routing in ("random", "aligned")
-        for matmul in matmuls
+        for matmul in MATMULS + WGRADS
         for shape in shapes
     ]
     start = time.perf_counter()

@@ -28,12 +28,9 @@ def ours(op: str, *arguments: Any) -> Backend:
 
 
 def kernel_name(op: str, *arguments: Any) -> str:
-    """The kernel that serves these arguments."""
-    if arguments[0].device.type == "cpu":
-        return "reference"
-    run = kernels.choose(op, *arguments)
-    module = getattr(run, "__module__", "").rpartition(".")[2]
-    return f"{module}.{getattr(run, '__name__', type(run).__name__)}"
+    """The kernel that serves these arguments; on the CPU that is the reference."""
+    on_cpu = arguments[0].device.type == "cpu"
+    return "reference" if on_cpu else kernels.name_of(op, *arguments)
 
 
 def work(op: str, scene: Scene, arguments: tuple[Any, ...], **fields: Any) -> Work:

@@ -1,8 +1,7 @@
 """Grouped matmuls and the private operators that fuse with them: inputs, baselines, flops.
 
-Letters: T tokens, K top-k, E experts, H hidden, F ffn, C rows, I and O in and out features. A
-layer's matmuls are fc1 (H to 2F) and fc2 (F to H), the gradients of their inputs, dgrad_*, and of
-their weights, wgrad_*.
+Letters: T tokens, K top-k, E experts, H hidden, F ffn, C rows, I and O in and out features; the
+matmuls' names as in `benchmarks.workloads`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from . import peers as peer_calls
 from .harness import Backend, Work, relative_error
 from .peers import Peers
 from .specs_data import BF16_LIMIT, reference, work
-from .workloads import Scene
+from .workloads import MATMULS, WGRADS, Scene
 
 Tensors = tuple[torch.Tensor, ...]
 _OPS = torch.ops.moe_ops
+_WGRAD_OF = {wgrad.removeprefix("wgrad_"): wgrad for wgrad in WGRADS}
 
 
 def forward_operands(scene: Scene, matmul: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,10 +258,10 @@ def grouped_mm_swiglu_backward(scene: Scene, peers: Peers) -> Work:
 
 
 SPECS = {
-    **{f"grouped_mm/{m}": _grouped_mm(m) for m in ("fc1", "fc2", "dgrad_fc1", "dgrad_fc2")},
-    **{f"grouped_mm_wgrad/{m}": _grouped_mm_wgrad(f"wgrad_{m}") for m in ("fc1", "fc2")},
+    **{f"grouped_mm/{m}": _grouped_mm(m) for m in MATMULS},
+    **{f"grouped_mm_wgrad/{m}": _grouped_mm_wgrad(wgrad) for m, wgrad in _WGRAD_OF.items()},
     "gather_grouped_mm": gather_grouped_mm,
-    **{f"gather_grouped_mm_wgrad/{m}": _gather_grouped_mm_wgrad(m) for m in ("fc1", "fc2")},
+    **{f"gather_grouped_mm_wgrad/{m}": _gather_grouped_mm_wgrad(m) for m in _WGRAD_OF},
     "grouped_mm_swiglu": grouped_mm_swiglu,
     "grouped_mm_swiglu_backward": grouped_mm_swiglu_backward,
 }

@@ -15,10 +15,7 @@ import torch
 from moe_ops import kernels
 
 from .specs_matmul import forward_operands, wgrad_operands
-from .workloads import SHAPES, TINY, Scene
-
-MATMULS = ("fc1", "fc2", "dgrad_fc1", "dgrad_fc2")
-WGRADS = ("wgrad_fc1", "wgrad_fc2")
+from .workloads import ALL_SHAPES, MATMULS, SHAPES, WGRADS, Scene
 
 
 def time_kernels(scene: Scene) -> None:
@@ -38,16 +35,25 @@ def time_kernels(scene: Scene) -> None:
         print(f"{scene.shape.name:<17} {op:<16} {matmul:<9}", *times, sep="  ", flush=True)
 
 
-def main() -> None:
-    """Command line."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="time_kernels", description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="the table to make or to add to")
-    parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=[*SHAPES, TINY.name])
-    args = parser.parse_args()
+    parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=ALL_SHAPES)
+    parser.add_argument("--device", default="cuda")
+    return parser.parse_args(arguments)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Time all kernels on each shape."""
     os.environ["MOE_OPS_TIMINGS"] = args.out
     for name in args.shape:
         with torch.no_grad():
-            time_kernels(Scene({**SHAPES, TINY.name: TINY}[name], "random", "cuda"))
+            time_kernels(Scene(ALL_SHAPES[name], "random", args.device))
+
+
+def main() -> None:
+    """Command line."""
+    run(parse())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Model shapes, routings and random inputs.
 
-Letters: T tokens, K top-k, E experts, H hidden, F ffn, C = T * K rows.
+Letters: T tokens, K top-k, E experts, H hidden, F ffn, C = T * K rows. A layer's matmuls are fc1 (H
+to 2F) and fc2 (F to H), the gradients of their inputs, dgrad_*, and of their weights, wgrad_*.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ SHAPES = {
     )
 }
 TINY = Shape("tiny", 128, 64, 32, 4, 2)
+# What --shape may name.
+ALL_SHAPES = {**SHAPES, TINY.name: TINY}
+MATMULS = ("fc1", "fc2", "dgrad_fc1", "dgrad_fc2")
+WGRADS = ("wgrad_fc1", "wgrad_fc2")
 # aligned: equal groups of a multiple of 128 rows; random: a fresh router; zipf: expert e is as
 # popular as 1 / (e + 1).
 ROUTINGS = ("aligned", "random", "zipf")

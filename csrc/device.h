@@ -1,4 +1,4 @@
-// The device a tensor is on, and its current stream.
+// The device a tensor is on, and its current stream; what every launch needs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,6 +11,8 @@ namespace moe_ops {
 inline void check_cuda(cudaError_t error, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, "moe_ops: ", what, " must succeed, got ", cudaGetErrorString(error));
 }
+
+inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // Makes the tensor's device current while it lives.
 class OnDeviceOf {

@@ -44,8 +44,9 @@ struct Arguments {
 
 constexpr int kElementBytes = 2;
 constexpr int kConsumerWarps = 8;
+constexpr int kConsumers = kConsumerWarps * 32;
 constexpr int kProducerThreads = 128;
-constexpr int kThreads = kConsumerWarps * 32 + kProducerThreads;
+constexpr int kThreads = kConsumers + kProducerThreads;
 constexpr int kChunk = 64;                                // columns: 128 bytes, the width of the swizzle
 constexpr int kBytesA = kTileM * kTileK * kElementBytes;  // two boxes of 64 rows (or columns)
 constexpr int kBytesB = kTileN * kTileK * kElementBytes;  // two halves
@@ -59,9 +60,6 @@ constexpr int kStagingBuffers = 2;  // of each warp
 constexpr int kBarriers = 2 * kStages + kConsumerWarps;
 constexpr int kSharedBytes =
     kAtomBytes + kStages * kStageBytes + kConsumerWarps * kStagingBuffers * kStagingBytes + kBarriers * 8;
-
-// Row dimension of a ragged map: see ragged_sizes in maps.h.
-constexpr int kRagged = 1 << 30;
 
 struct Maps {
   CUtensorMap a, b, out, act, h;
@@ -82,8 +80,8 @@ class GroupedMatmul {
   __device__ void init() const {
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < kStages; ++stage) {
-        hopper::barrier_init(full_ + 8 * stage, kGather ? 1 + kProducerThreads : 1);
-        hopper::barrier_init(empty_ + 8 * stage, 2 * kConsumerWarps);
+        hopper::barrier_init(full(stage), kGather ? 1 + kProducerThreads : 1);
+        hopper::barrier_init(empty(stage), 2 * kConsumerWarps);
       }
       for (int warp = 0; warp < kConsumerWarps; ++warp) hopper::barrier_init(h_loaded_ + 8 * warp, 1);
       hopper::barrier_init_fence();
@@ -96,10 +94,10 @@ class GroupedMatmul {
     TileWalk<kForm> walk = tiles();
     Tile tile;
     while (walk.next(tile)) {
-      if (threadIdx.x % 32 == 0) {
+      if (lane() == 0) {
         for (int block = 0; block < k_blocks(tile); ++block) {
-          hopper::barrier_wait(empty_ + 8 * stage_, phase_ ^ 1);
-          hopper::barrier_expect(full_ + 8 * stage_, kStageBytes);
+          hopper::barrier_wait(empty(stage_), phase_ ^ 1);
+          hopper::barrier_expect(full(stage_), kStageBytes);
           load_a(tile, block * kTileK);
           load_b(tile, block * kTileK);
           advance();
@@ -130,9 +128,9 @@ class GroupedMatmul {
       has_next = walk.next(next);
       load_slots(next, has_next, next_slots);  // long before they are needed
       for (int block = 0; block < k_blocks(tile); ++block) {
-        hopper::barrier_wait(empty_ + 8 * stage_, phase_ ^ 1);
+        hopper::barrier_wait(empty(stage_), phase_ ^ 1);
         if (thread == 0) {
-          hopper::barrier_expect(full_ + 8 * stage_, kBytesB);
+          hopper::barrier_expect(full(stage_), kBytesB);
           load_b(tile, block * kTileK);
         }
         const int k = block * kTileK + piece * 8;
@@ -171,13 +169,13 @@ class GroupedMatmul {
       float acc[128];
       if (has_tile) {
         const int blocks = k_blocks(tile);
-        hopper::barrier_wait(full_ + 8 * stage_, phase_);
+        hopper::barrier_wait(full(stage_), phase_);
         multiply_stage(warpgroup, false, acc);
         has_next = walk.next(next);
         int previous = stage_;
         advance();
         for (int block = 1; block < blocks; ++block) {
-          hopper::barrier_wait(full_ + 8 * stage_, phase_);
+          hopper::barrier_wait(full(stage_), phase_);
           multiply_stage(warpgroup, true, acc);
           hopper::wgmma_wait<1>();
           release(previous);
@@ -206,6 +204,12 @@ class GroupedMatmul {
   static constexpr bool kTransposeA = kForm == Form::kWgrad;
   static constexpr bool kTransposeB = kForm != Form::kForward;
 
+  __device__ uint32_t full(int stage) const { return full_ + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return empty_ + 8 * stage; }
+  __device__ static uint32_t lane() { return threadIdx.x % 32; }
+  // First row of a warp among its warpgroup's.
+  __device__ static int warp_row() { return threadIdx.x / 32 % 4 * kStagingRows; }
+
   __device__ TileWalk<kForm> tiles() const { return TileWalk<kForm>(arguments_.groups, blockIdx.x / 2, gridDim.x / 2); }
 
   __device__ int k_blocks(const Tile& tile) const {
@@ -220,15 +224,13 @@ class GroupedMatmul {
     }
   }
 
-  // ---- producer ----
-
   static constexpr int kRowsOfThread = kTileM / (kProducerThreads / 8);
 
   template <int kPending>
   __device__ void hand_over(int stage) const {
     hopper::copies_wait<kPending>();
     hopper::async_proxy_fence();
-    hopper::barrier_arrive(full_ + 8 * stage);
+    hopper::barrier_arrive(full(stage));
   }
 
   __device__ void load_slots(const Tile& tile, bool exists, int (&slots)[kRowsOfThread]) const {
@@ -279,18 +281,16 @@ class GroupedMatmul {
 
   __device__ void load(bool both, uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, int c3) const {
     if (both) {
-      hopper::tma_load_both(to, map, full_ + 8 * stage_, c0, c1, c2, c3);
+      hopper::tma_load_both(to, map, full(stage_), c0, c1, c2, c3);
     } else {
-      hopper::tma_load(to, map, full_ + 8 * stage_, c0, c1, c2, c3);
+      hopper::tma_load(to, map, full(stage_), c0, c1, c2, c3);
     }
   }
-
-  // ---- consumers ----
 
   // A tile of which no row of this warpgroup exists.
   __device__ void skip(const Tile& tile) {
     for (int block = k_blocks(tile); block > 0; --block) {
-      hopper::barrier_wait(full_ + 8 * stage_, phase_);
+      hopper::barrier_wait(full(stage_), phase_);
       release(stage_);
       advance();
     }
@@ -315,29 +315,28 @@ class GroupedMatmul {
 
   // Both CTAs' producers may write to a stage once all consumers of both have read it.
   __device__ void release(int stage) const {
-    const uint32_t lane = threadIdx.x % 32;
-    if (lane < 2) hopper::barrier_arrive_at(empty_ + 8 * stage, lane);
+    const uint32_t lane = GroupedMatmul::lane();
+    if (lane < 2) hopper::barrier_arrive_at(empty(stage), lane);
   }
 
-  // ---- epilogues: acc[4j .. 4j+3] is row lane / 4 and row lane / 4 + 8, columns 8j + 2 (lane % 4) and the next ----
+  // In acc, [4j .. 4j+3] are row lane / 4 and row lane / 4 + 8, columns 8j + 2 (lane % 4) and the next.
 
   static constexpr int kChunkRegisters = 16;  // of a thread, for 64 columns
 
   // Round a tile, to be stored part by part: chunk after chunk of 64 columns; for kActivate gate and up chunks in turn.
   __device__ void keep(const Tile& tile, int m, const float (&acc)[128]) {
-    keep_place(tile, m + threadIdx.x / 32 % 4 * kStagingRows);
+    keep_place(tile, m + warp_row());
     parts_left_ = kParts;
-    constexpr int kHalf = kGated ? 2 : 1;
 #pragma unroll
     for (int i = 0; i < kChunks * kChunkRegisters; ++i) {
       const int chunk = i / kChunkRegisters;
-      const int from = (kHalf == 1 ? chunk : chunk % 2 * 2 + chunk / 2) * 2 * kChunkRegisters + i % kChunkRegisters * 2;
+      const int from = (kGated ? chunk % 2 * 2 + chunk / 2 : chunk) * 2 * kChunkRegisters + i % kChunkRegisters * 2;
       packed_[i] = hopper::pack<T>(acc[from], acc[from + 1]);
     }
     if constexpr (kGated || kBackward) row_weights_ = row_weights(tile, m);
     if constexpr (kBackward) {
       grad_weights_ = {0.0f, 0.0f};
-      kept_first_ = tile.first_row + m + threadIdx.x / 32 % 4 * kStagingRows;
+      kept_first_ = tile.first_row + m + warp_row();
     }
   }
 
@@ -377,8 +376,8 @@ class GroupedMatmul {
       const int n = kept_n_ + kPart * kChunk;
       if (n < arguments_.n_size) store_chunk<kPart>(&maps_.out, n, 0);
     } else if constexpr (kGated) {
-      constexpr int kGate = kPart / 6 * 2, kStep = kPart % 6;
-      const int n = kept_n_ + kPart / 6 * kChunk;
+      constexpr int kGate = kPart / kSteps * 2, kStep = kPart % kSteps;
+      const int n = kept_n_ + kPart / kSteps * kChunk;
       if (n >= arguments_.n_size) return;
       if constexpr (kStep < 2) {
         if (arguments_.activation.store_h) store_chunk<kGate + kStep>(&maps_.out, n, kStep);
@@ -387,8 +386,8 @@ class GroupedMatmul {
         if constexpr (kStep == 5) store_chunk<kGate>(&maps_.act, n, 0);
       }
     } else if constexpr (kBackward) {
-      constexpr int kStep = kPart % 8;  // two parts of nothing, while h is on its way
-      if constexpr (kStep == 0 || kStep > 2) differentiate_chunk<kPart / 8, kStep == 0 ? 0 : kStep - 2>();
+      constexpr int kStep = kPart % kSteps;  // the second and third do nothing, while h is on its way
+      if constexpr (kStep == 0 || kStep > 2) differentiate_chunk<kPart / kSteps, kStep == 0 ? 0 : kStep - 2>();
     }
   }
 
@@ -410,10 +409,12 @@ class GroupedMatmul {
   __device__ float2 row_weights(const Tile& tile, int m) const {
     const float* weights = arguments_.activation.row_weights;
     if (weights == nullptr) return {1.0f, 1.0f};
-    const int row = m + threadIdx.x / 32 % 4 * kStagingRows + threadIdx.x % 32 / 4;
+    const int row = m + warp_row() + lane() / 4;
     weights += tile.first_row;
     return {row < tile.num_rows ? weights[row] : 0.0f, row + 8 < tile.num_rows ? weights[row + 8] : 0.0f};
   }
+
+  static constexpr float kLog2E = 1.4426950408889634f;
 
   struct Activated {
     float value, slope;  // of the gate
@@ -424,7 +425,6 @@ class GroupedMatmul {
   // Of eight gates at a time, all exponentials before all reciprocals, so that none is waited for. Not for kGelu.
   __device__ void load_sigmoids(const uint32_t* gates, float2 (&sigmoids)[4]) const {
     if constexpr (kAct == Act::kGelu) return;
-    constexpr float kLog2E = 1.4426950408889634f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 gate = hopper::unpack<T>(gates[i]);
@@ -442,7 +442,7 @@ class GroupedMatmul {
       // Phi by formula 7.1.26 of Abramowitz and Stegun (error 1e-7): erff would be a call, and calls end a wgmma
       // pipeline.
       const float x = fabsf(gate) * 0.70710678118654752f;
-      const float bell = hopper::exp2(-1.4426950408889634f * x * x);
+      const float bell = hopper::exp2(-kLog2E * x * x);
       const float t = hopper::reciprocal(1.0f + 0.3275911f * x);
       const float tail =
           0.5f * bell * t *
@@ -464,18 +464,17 @@ class GroupedMatmul {
     return hopper::max_or_nan(hopper::min_or_nan(up, act.limit), -act.limit) + act.up_offset;
   }
 
-  // ---- backward of the activation: packed_ holds its gradient, h comes in by chunks of 64 columns ----
-
   __device__ uint32_t warp_staging(int buffer) const {
     return staging_ + (threadIdx.x / 32 % kConsumerWarps * kStagingBuffers + buffer) * kStagingBytes;
   }
 
-  // Steps of a chunk: load gate and up; 16 columns at a time put their gradients in their place, and the activation in
-  // that of its own; store them; store the activation by way of the gate's buffer.
+  // Here packed_ holds the activation's gradient. Steps of a chunk: load gate and up; 16 columns at a time put their
+  // gradients in their place, and the activation in that of its own; store them; store the activation by way of the
+  // gate's buffer.
   template <int kFrom, int kStep>
   __device__ void differentiate_chunk() {
     const int n = kept_n_ + kFrom * kChunk;
-    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t lane = GroupedMatmul::lane();
     const uint32_t loaded = h_loaded_ + 8 * (threadIdx.x / 32 % kConsumerWarps);
     if (n < arguments_.n_size) {
       if constexpr (kStep == 0) {
@@ -513,7 +512,7 @@ class GroupedMatmul {
 
   template <int kFrom, int kPair>
   __device__ void differentiate_columns() {
-    const uint32_t lane = threadIdx.x % 32, row = lane % 16;
+    const uint32_t lane = GroupedMatmul::lane(), row = lane % 16;
     const uint32_t at = row * 128 + ((2 * kPair + lane / 16) ^ (row % 8)) * 16;
     uint32_t gate[4], up[4];
     hopper::load_matrices(warp_staging(0) + at, gate[0], gate[1], gate[2], gate[3]);
@@ -561,9 +560,9 @@ class GroupedMatmul {
     if (out == nullptr || kept_n_ >= arguments_.n_size) return;
     for (int below = 0; below < 2; ++below) {
       float sum = below == 0 ? grad_weights_.x : grad_weights_.y;
-      sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
-      sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
-      const int row = threadIdx.x % 32 / 4 + 8 * below;
+      sum += __shfl_xor_sync(hopper::kAllLanes, sum, 1);
+      sum += __shfl_xor_sync(hopper::kAllLanes, sum, 2);
+      const int row = lane() / 4 + 8 * below;
       if (threadIdx.x % 4 == 0 && kept_row_ + row < kRagged) {
         out[int64_t{kept_first_ + row} * n_tiles + kept_n_ / kTileN] = sum;
       }
@@ -573,7 +572,7 @@ class GroupedMatmul {
   // 16 rows x 64 columns of this warp.
   template <int kFrom>
   __device__ void store_chunk(const CUtensorMap* map, int n, int half) {
-    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t lane = GroupedMatmul::lane();
     const uint32_t buffer = warp_staging(buffer_);
     if (lane == 0) hopper::tma_store_wait_read<kStagingBuffers - 1>();
     __syncwarp();
@@ -594,7 +593,7 @@ class GroupedMatmul {
   }
 
   __device__ void store_float32(const Tile& tile, int m, const float (&acc)[128]) const {
-    const int row0 = m + threadIdx.x / 32 % 4 * kStagingRows + threadIdx.x % 32 / 4;
+    const int row0 = m + warp_row() + lane() / 4;
     const int64_t width = arguments_.n_size;
     float* out = arguments_.out_float32 + tile.expert * (arguments_.groups.m_size * width);
 #pragma unroll
@@ -618,7 +617,7 @@ class GroupedMatmul {
     if constexpr (kForm == Form::kWgrad) return;
     const Groups& groups = arguments_.groups;
     const int rows = min(max(groups.offsets[groups.num_experts - 1], 0), groups.num_rows);
-    const int64_t thread = int64_t{blockIdx.x} * 256 + threadIdx.x % 256, threads = int64_t{gridDim.x} * 256;
+    const int64_t thread = int64_t{blockIdx.x} * kConsumers + threadIdx.x, threads = int64_t{gridDim.x} * kConsumers;
     for (int output = 0; output < 2; ++output) {
       if (arguments_.tail[output] == nullptr) continue;
       const int64_t pieces = arguments_.tail_bytes[output] / 16;
@@ -641,7 +640,8 @@ class GroupedMatmul {
   uint32_t phase_ = 0;
 
   static constexpr int kChunks = kTileN / kChunk;
-  static constexpr int kParts = kGated ? 12 : kBackward ? 32 : 4;
+  static constexpr int kSteps = kGated ? 6 : kBackward ? 8 : 1;  // of a chunk, or of one of gate and one of up
+  static constexpr int kParts = kSteps * (kGated ? kChunks / 2 : kChunks);
   int kept_n_, kept_row_, kept_group_, kept_first_, parts_left_ = 0;
   uint32_t h_phase_ = 0;
   float2 row_weights_, grad_weights_;
@@ -654,7 +654,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   extern __shared__ uint8_t shared[];
   GroupedMatmul<T, kForm, kEpilogue, kAct, kGather> matmul(maps, arguments, shared);
   matmul.init();
-  const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);  // uniform, as the compiler can see
+  const int warpgroup = __shfl_sync(hopper::kAllLanes, threadIdx.x / 128, 0);  // uniform, as the compiler can see
   if (warpgroup == 2) {
     if constexpr (kGather) {
       hopper::registers_shrink<56>();

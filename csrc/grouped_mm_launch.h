@@ -22,15 +22,15 @@ inline CUtensorMapDataType map_dtype(const Tensor& tensor) {
   return tensor.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-inline CUtensorMap map_of_rows(const Tensor& rows, uint32_t box_rows) {
+inline CUtensorMap map_of_rows(const Tensor& rows) {
   const uint64_t columns = rows.size(1), row_bytes = rows.stride(0) * kElementBytes;
   return tensor_map<4>(map_dtype(rows), rows.data_ptr(), {columns, uint64_t(rows.size(0)), 1, 1},
-                       {row_bytes, row_bytes, row_bytes}, kChunk, box_rows);
+                       {row_bytes, row_bytes, row_bytes}, kChunk, kTileM / 2);
 }
 
-inline CUtensorMap map_of_ragged_rows(const Tensor& rows, uint32_t box_rows) {
+inline CUtensorMap map_of_ragged_rows(const Tensor& rows) {
   return tensor_map<4>(map_dtype(rows), rows.data_ptr(), ragged_sizes(rows.size(1)),
-                       ragged_strides(rows.stride(0) * kElementBytes), kChunk, box_rows);
+                       ragged_strides(rows.stride(0) * kElementBytes), kChunk, kTileK);
 }
 
 // [C, halves * columns], stored 16 rows x 64 columns at a time.
@@ -91,32 +91,21 @@ void launch_for(const Tensor& like, const Maps& maps, const Arguments& arguments
   }
 }
 
-template <Form kForm, Epilogue kEpilogue, Act kAct = Act::kSilu>
-void launch_gathering(const Tensor& like, const Maps& maps, const Arguments& arguments, const OnDeviceOf& device) {
-  if (arguments.gather.slots != nullptr) {
-    launch_for<kForm, kEpilogue, kAct, true>(like, maps, arguments, device);
-  } else {
-    launch_for<kForm, kEpilogue, kAct>(like, maps, arguments, device);
-  }
-}
-
 template <Form kForm, Epilogue kEpilogue>
 void launch_activating(const std::string& act, const Tensor& like, const Maps& maps, const Arguments& arguments,
                        const OnDeviceOf& device) {
   const Activation& options = arguments.activation;
-  if (act == "gelu") return launch_gathering<kForm, kEpilogue, Act::kGelu>(like, maps, arguments, device);
+  if (act == "gelu") return launch_for<kForm, kEpilogue, Act::kGelu>(like, maps, arguments, device);
   if (!std::isinf(options.limit) || options.alpha != 1.0f || options.up_offset != 0.0f) {
-    return launch_gathering<kForm, kEpilogue, Act::kLimitedSilu>(like, maps, arguments, device);
+    return launch_for<kForm, kEpilogue, Act::kLimitedSilu>(like, maps, arguments, device);
   }
-  launch_gathering<kForm, kEpilogue, Act::kSilu>(like, maps, arguments, device);
+  launch_for<kForm, kEpilogue, Act::kSilu>(like, maps, arguments, device);
 }
-
-inline int tiles_of(int64_t size, int tile) { return static_cast<int>((size + tile - 1) / tile); }
 
 inline Arguments arguments_for(const Tensor& offsets, int64_t num_rows, int64_t n, int64_t k, int tile_n) {
   Arguments arguments{};
   arguments.groups = {offsets.const_data_ptr<int>(), static_cast<int>(offsets.numel()), static_cast<int>(num_rows), 0,
-                      tiles_of(n, tile_n)};
+                      ceil_div(n, tile_n)};
   arguments.n_size = static_cast<int>(n);
   arguments.k_size = static_cast<int>(k);
   return arguments;
@@ -125,12 +114,6 @@ inline Arguments arguments_for(const Tensor& offsets, int64_t num_rows, int64_t 
 inline void set_tail(Arguments& arguments, int output, const Tensor& rows) {
   arguments.tail[output] = rows.data_ptr();
   arguments.tail_bytes[output] = static_cast<int>(rows.size(1) * kElementBytes);
-}
-
-inline void set_gather(Arguments& arguments, const Tensor& tokens, const std::optional<Tensor>& slots, int64_t top_k) {
-  if (!slots) return;
-  arguments.gather = {static_cast<const uint8_t*>(tokens.data_ptr()), tokens.stride(0) * kElementBytes,
-                      slots->const_data_ptr<int>(), static_cast<int>(top_k)};
 }
 
 inline Activation activation_of(const std::optional<Tensor>& row_weights, double limit, double alpha,

@@ -10,7 +10,7 @@ void grouped_mm_wgrad(Tensor g, Tensor a, Tensor offsets, Tensor w, bool accumul
   const OnDeviceOf device(a);
   Arguments arguments = arguments_for(offsets, a.size(0), a.size(1), 0, kTileN);
   arguments.groups.m_size = static_cast<int>(g.size(1));
-  Maps maps{map_of_ragged_rows(g, kTileK), map_of_ragged_rows(a, kTileK)};
+  Maps maps{map_of_ragged_rows(g), map_of_ragged_rows(a)};
   if (w.scalar_type() == ScalarType::Float) {
     arguments.out_float32 = w.mutable_data_ptr<float>();
     arguments.accumulate = accumulate;

@@ -1,5 +1,5 @@
 // The sm_90a instructions that CUDA C++ has no name for: mbarriers, bulk tensor copies (TMA), wgmma.
-// Addresses are 32-bit shared-memory ones; every function is one PTX instruction or a short loop of them.
+// Addresses are 32-bit shared-memory ones.
 #pragma once
 
 #include <cuda.h>
@@ -10,11 +10,11 @@
 
 namespace moe_ops::hopper {
 
+constexpr unsigned kAllLanes = 0xFFFFFFFF;
+
 __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
-
-// ---- mbarrier ----
 
 __device__ inline void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -60,8 +60,6 @@ __device__ inline uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-
-// ---- bulk tensor copies ----
 
 constexpr uint16_t kBothCtas = 0b11;
 
@@ -115,8 +113,6 @@ __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// ---- matrices ----
-
 __device__ inline void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
                "r"(c), "r"(d)
@@ -154,8 +150,6 @@ __device__ inline float2 unpack<__half>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<__half2*>(&pair));
 }
 
-// ---- arithmetic ----
-
 __device__ inline float min_or_nan(float a, float b) {
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -179,8 +173,6 @@ __device__ inline float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
-
-// ---- wgmma ----
 
 // Operand in shared memory, 128-byte swizzle, in 1 KB atoms of 8 rows x 128 bytes. `leading` is the distance between
 // atoms along the operand's contiguous dimension (unused when that is K), `stride` the one along the other.

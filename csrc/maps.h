@@ -8,6 +8,8 @@
 #include <array>
 #include <cstdint>
 
+#include "tiles.cuh"
+
 namespace moe_ops {
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
@@ -45,15 +47,12 @@ CUtensorMap tensor_map(CUtensorMapDataType dtype, const void* base, const std::a
   return map;
 }
 
-constexpr uint64_t kRaggedRows = uint64_t{1} << 30;
-constexpr uint64_t kManyRows = 0x7FFF0000;
+constexpr uint64_t kManyRows = 0x7FFF0000;  // more than any matrix has
 
 // Strides and sizes of a matrix of which a box sees the rows [start, start + len) only: the copy engine fills what lies
 // past them with zeros, and stores nothing there. Coordinates: column, kRagged - len + row, start + len, kRagged. The
 // last one's stride takes kRagged rows back, since 2^30 * 2^34 is 0 modulo the 2^64 of an address.
-inline std::array<uint64_t, 4> ragged_sizes(uint64_t columns) {
-  return {columns, kRaggedRows, kManyRows, kRaggedRows + 1};
-}
+inline std::array<uint64_t, 4> ragged_sizes(uint64_t columns) { return {columns, kRagged, kManyRows, kRagged + 1}; }
 inline std::array<uint64_t, 3> ragged_strides(uint64_t row_bytes) {
   return {row_bytes, row_bytes, (uint64_t{1} << 34) - row_bytes};
 }

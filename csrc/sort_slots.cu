@@ -300,8 +300,6 @@ __global__ void __launch_bounds__(kThreads) place_kernel(Slots<Id> slots, const 
   clear_unused_rows(rows, shared, num_held);
 }
 
-int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
-
 template <typename... Parameters>
 void launch(void (*kernel)(Parameters...), int ctas, int shared_bytes, bool starts_early, cudaStream_t stream,
             Parameters... arguments) {

@@ -14,6 +14,7 @@ enum class Form { kForward, kDgrad, kWgrad };
 constexpr int kTileM = 128;
 constexpr int kTileN = 256;
 constexpr int kTileK = 64;
+constexpr int kRagged = 1 << 30;  // row dimension of a ragged map: see maps.h
 
 struct Groups {
   const int* offsets;  // [num_experts] inclusive ends of the experts' rows
@@ -55,7 +56,7 @@ class TileWalk {
   }
 
  private:
-  static constexpr unsigned kAllLanes = 0xFFFFFFFF;
+  static constexpr unsigned kAllLanes = hopper::kAllLanes;
   static constexpr int kLanes = 32;
   static constexpr int kGroupOfPairs = 8;  // rows of pairs that share the b tiles in the L2 cache
 

@@ -1,4 +1,5 @@
-"""Grouped matmuls read tokens through the slots of their rows, so no expanded rows exist.
+"""Grouped matmuls read tokens through the slots of their rows where a kernel does; then no expanded
+rows exist.
 
     rows = permute(x, None, slots, _)                gather_grouped_mm(x, slots, K, w, offsets)
     grouped_mm(rows, w, offsets)                     gather_grouped_mm_wgrad(g, None, x, slots, K,
@@ -10,7 +11,7 @@ permute with weights, a top_k that is not a number, a permute of which a consume
 that nothing would be saved, and a consumer that no kernel of the device gathers for.
 
 Before that, in the joint graph, `recompute_rows_pass` has backward compute again the rows that a
-weight's gradient reads, so that only x is kept.
+weight's gradient reads, so that only x is kept, gathered or not.
 """
 
 from __future__ import annotations

@@ -77,9 +77,11 @@ def _widened(match: Match) -> tuple[Any, list[Any]]:
 
 
 def rewrite(match: Match) -> None:
-    """One call makes the float32 gradient."""
+    """One call makes the float32 gradient, in the place of the wgrad: were it in that of the cast,
+    which may be the last thing of all, the operands would live on until then.
+    """
     target, args = _widened(match)
-    replace(match.cast, add_call(match.cast, target, args, match.wgrad, match.cast.meta["val"]))
+    replace(match.cast, add_call(match.wgrad, target, args, match.wgrad, match.cast.meta["val"]))
     match.wgrad.graph.erase_node(match.wgrad)
 
 

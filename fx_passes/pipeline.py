@@ -37,8 +37,8 @@ Pass = Callable[[torch.fx.Graph], int]
 class PassConfig:
     """Switches and bounds, one field per pass, named after it.
 
-    `fold_permute_grouped_mm`: grouped matmuls gather tokens themselves; expanded rows are neither
-        written nor kept for backward.
+    `fold_permute_grouped_mm`: expanded rows are not kept for backward, nor written where a kernel
+        gathers tokens itself.
     `fuse_swiglu`: the activation runs within the matmul beside it and is not kept for backward.
     `lower`: gradients of float32 weights under autocast stay in float32.
     """

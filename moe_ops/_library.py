@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,22 @@ class OpInfo:
 
 OPS: dict[str, OpInfo] = {}
 PRIVATE_OPS: dict[str, OpInfo] = {}  # what graph passes emit after the partitioner
+
+
+def info(op: str) -> OpInfo:
+    """Of any operator.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if (found := OPS.get(op) or PRIVATE_OPS.get(op)) is None:
+        raise ValueError(f"moe_ops: op must be the name of an operator, got {op!r}")
+    return found
+
+
+def first_tensor(args: Iterable[Any]) -> torch.Tensor:
+    """The first of an operator's arguments that is a tensor."""
+    return next(arg for arg in args if isinstance(arg, torch.Tensor))
 
 
 def define(
@@ -136,7 +152,7 @@ def _without_autocast(device: str, kernel: Callable[..., Any], args: tuple[Any, 
 
 def _on_its_device(kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Triton launches on the current device, wherever the tensors are."""
-    device = next(arg for arg in args if isinstance(arg, torch.Tensor)).device
+    device = first_tensor(args).device
     if device.index == torch.cuda.current_device():
         return kernel(*args)
     with torch.cuda.device(device):

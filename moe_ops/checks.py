@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -103,8 +104,8 @@ def row_weights(op: str, row_weights_C: torch.Tensor | None, rows: torch.Tensor)
 def activation(op: str, act: str, limit: float | None, alpha: float) -> None:
     """Options of `swiglu`."""
     one_of(op, "act", act, ("silu", "gelu"))
-    if limit is not None and limit <= 0:
-        raise ValueError(f"{op}: limit must be positive or None, got {limit}")
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"{op}: limit must be positive and finite, or None, got {limit}")
     if act == "gelu" and alpha != 1.0:
         raise ValueError(f"{op}: alpha must be 1 with act='gelu', got {alpha}")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from . import __version__, comm, kernels
-from .kernels import native
+from .kernels import autotune, native
 
 _DEMO_EXTRAS = ("matplotlib", "tqdm")
 
@@ -51,9 +51,12 @@ def _info() -> int:
         ("versions", _versions()),
         ("devices", _devices()),
         ("exchange engines", comm.available_engines().items()),
-        ("kernels, best first", ((op, ", ".join(k)) for op, k in kernels.table().items())),
+        (
+            "kernels, in order of preference",
+            ((op, ", ".join(k)) for op, k in kernels.table().items()),
+        ),
     ):
-        lines += [title, *(f"  {name:<22} {value}" for name, value in rows)]
+        lines += [title, *(f"  {name:<28} {value}" for name, value in rows)]
     try:
         print("\n".join(lines), flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -70,6 +73,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     for package in ("triton", "numpy"):
         yield package, _installed(package)
     yield "native kernels", native.status()
+    yield "kernels' timings", str(autotune.user_table())
 
 
 def _installed(package: str) -> str:

@@ -1,12 +1,12 @@
-"""The one place where an operator's kernel is chosen, for eager CUDA calls and for the `lower` pass
-alike.
-"""
+"""The one place where an operator's kernel is chosen; passes ask here whether fusing has one."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,18 @@ from .. import _library
 from . import autotune
 from .kernel import Kernel, has_triton
 
-# Modules with a dict KERNELS: operator -> its kernels, best first. Those of the second list are
-# written in Triton and serve only where it is installed.
-_MODULES = ["grouped_mm", "grouped_mm_swiglu", "router_linear"]
+# Modules with a dict KERNELS: operator -> its kernels, in order of preference. Those of the second
+# list are written in Triton and serve only where it is installed.
+_MODULES = ["grouped_mm", "grouped_mm_swiglu", "router_linear", "sort_slots"]
 _TRITON_MODULES = [
+    "grouped_mm_triton",
+    "grouped_mm_wgrad_triton",
     "permute",
     "row_dot",
     "swiglu",
     "grouped_bias",
     "sort_chunks",
-    "sort_slots",
+    "sort_slots_triton",
     "topk_route",
     "topk_route_backward",
 ]
@@ -32,7 +34,7 @@ _TRITON_MODULES = [
 
 @functools.cache
 def _kernels() -> dict[str, list[Kernel]]:
-    """Operator -> its kernels, best first; the reference takes what they do not."""
+    """Operator -> its kernels, in order of preference; the reference takes what they do not."""
     names = _MODULES + (_TRITON_MODULES if has_triton() else [])
     kernels: dict[str, list[Kernel]] = {}
     for name in names:
@@ -42,13 +44,13 @@ def _kernels() -> dict[str, list[Kernel]]:
 
 
 def choose(op: str, *args: Any) -> Callable[..., Any]:
-    """The fastest kernel of operator `op` that takes these arguments (device, dtypes, shapes)."""
+    """The kernel of operator `op` that takes these arguments, of tensors on a GPU: the fastest that
+    was timed in their case (`autotune`), else the first of the list.
+    """
     if autotune.enabled():
         _tune_once(op, args)
     kernel = _chosen(op, args)
-    if kernel is not None:
-        return kernel.run
-    return (_library.OPS.get(op) or _library.PRIVATE_OPS[op]).reference
+    return _library.info(op).reference if kernel is None else kernel.run
 
 
 def name_of(op: str, *args: Any) -> str:
@@ -61,50 +63,73 @@ def fuses(op: str, *args: Any) -> bool:
     """Whether private operator `op` is worth having for these arguments: a kernel does all of it
     without the tensors that it is to save. On the CPU the reference stands for such a kernel.
     """
-    if next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type == "cpu":
-        return True
-    kernel = _chosen(op, args)
-    return kernel is not None and not kernel.composes
+    return _library.first_tensor(args).device.type == "cpu" or _chosen(op, args) is not None
 
 
 def tune(op: str, *args: Any) -> dict[str, float]:
-    """Time operator `op` on these arguments, kernel by kernel: microseconds by kernel's name.
+    """Time operator `op` on these arguments, kernel by kernel: microseconds by kernel's name,
+    infinity for one that failed or was wrong.
 
-    The times go into the user's table (`autotune.user_table`), by which `choose` goes from then on.
+    `args` are those of `torch.ops.moe_ops.<op>`, in order: `tune("grouped_mm", a_CI, w_LOI,
+    offsets_L)`. The times go into the user's table (`autotune.user_table`), by which `choose` goes
+    from then on. Backward calls operators, and with `w_LOI.mT`, of their own.
 
     Raises:
         ValueError: the tensors are not on a GPU, or no operator has this name.
     """
-    if op not in _library.OPS and op not in _library.PRIVATE_OPS:
-        raise ValueError(f"tune: op must be an operator of moe_ops, got {op!r}")
-    device = next(arg for arg in args if isinstance(arg, torch.Tensor)).device
-    if device.type != "cuda":
-        raise ValueError(f"tune: tensors must be on a GPU, got {device}")
-    return autotune.tune(op, args, _kernels().get(op, []))
+    _library.info(op)
+    devices = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
+    if not devices or devices[0].type != "cuda":
+        raise ValueError(f"tune: tensors must be on a GPU, got them on {devices}")
+    with torch.cuda.device(devices[0]):
+        times = autotune.tune(op, args, _kernels().get(op, []))
+    _in_order.cache_clear()
+    return times
 
 
 def _tune_once(op: str, args: tuple[Any, ...]) -> None:
-    several = len(_kernels().get(op, [])) > 1
-    if several and not autotune.ranking(op, args) and not _capturing():
+    kernels = _kernels().get(op, [])
+    if len(kernels) < 2 or _capturing(_library.first_tensor(args).device):
+        return
+    times = autotune.times_of(op, autotune.key_of(args)) or {}
+    if any(kernel.name not in times and kernel.takes(*args) for kernel in kernels):
         tune(op, *args)
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _chosen(op: str, args: tuple[Any, ...]) -> Kernel | None:
     """None: the reference."""
-    kernels = _kernels().get(op, [])
-    if len(kernels) > 1 and (ranked := autotune.ranking(op, args)):
-        rest = len(ranked)
-        place = {name: rank for rank, name in enumerate(ranked)}
-        kernels = sorted(kernels, key=lambda kernel: place.get(kernel.name, rest))
+    kernels: Sequence[Kernel] = _kernels().get(op, [])
+    if len(kernels) > 1:
+        with contextlib.suppress(TypeError):  # sizes of a dynamic graph are no key
+            kernels = _in_order(op, autotune.key_of(args))
     return next((kernel for kernel in kernels if kernel.takes(*args)), None)
 
 
+@functools.lru_cache(maxsize=4096)
+def _in_order(op: str, key: autotune.Key) -> list[Kernel]:
+    """By their times, without those that were wrong. One that was not timed, since it came later,
+    goes before those it is preferred to.
+    """
+    times = autotune.times_of(op, key) or {}
+    ranked: list[tuple[float, Kernel]] = []
+    least = math.inf
+    for kernel in reversed(_kernels()[op]):
+        time = times.get(kernel.name, least)
+        least = min(least, time)
+        if kernel.name not in times or time < math.inf:
+            ranked.insert(0, (time, kernel))
+    return [kernel for _, kernel in sorted(ranked, key=lambda pair: pair[0])]
+
+
 def table() -> dict[str, list[str]]:
-    """Operator -> names of its kernels, best first."""
+    """Operator -> names of its kernels, in order of preference where none was timed."""
     return {
         op: [kernel.name for kernel in _kernels().get(op, [])] + ["reference"]
         for op in (*_library.OPS, *_library.PRIVATE_OPS)

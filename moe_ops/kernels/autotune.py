@@ -8,9 +8,10 @@ it, unless MOE_OPS_AUTOTUNE=1: then its first call is timed and added to the use
     {"NVIDIA H200": {"grouped_mm bfloat16 C<=262144 I2048 L128 O1536": {"csrc/grouped_mm.cuh": 2530,
                                                                         "torch._grouped_mm": 2850}}}
 
-A case is an operator with a dtype and sizes, by the letters of its arguments' names. The numbers of
-rows, tokens and slots (C, T, S), which differ from step to step, are rounded up to powers of two;
-"transposed" says that an argument is a transposed view. Times are microseconds a call.
+A case is an operator with a dtype, sizes by the letters of its arguments' names, and numbers. C
+rows and T tokens, which differ from step to step, are rounded up to powers of two; "strided" says
+that an argument is not contiguous, such as a transposed view. Times are microseconds a call,
+Infinity if a kernel failed or was wrong, which is never chosen.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ import logging
 import math
 import os
 import re
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from .kernel import Kernel
 
 _log = logging.getLogger(__name__)
 _SHIPPED = Path(__file__).with_name("timings.json")
-_VARYING = ("C", "T", "S")
+_VARYING = ("C", "T")
 _MEASURED_S = 0.2
 _FAR_SLOWER = 4
 # Of the largest value; 0 of integers.
@@ -47,6 +47,11 @@ _TOLERANCE = {
 }
 
 Timings = dict[str, dict[str, dict[str, float]]]  # device -> case -> kernel -> microseconds
+Key = tuple[Hashable, ...]
+
+_of_this_process: Timings = {}
+# What a file that is no table, or may not be touched, raises.
+_UNREADABLE = (OSError, ValueError, AttributeError, RecursionError)
 
 
 def enabled() -> bool:
@@ -56,140 +61,145 @@ def enabled() -> bool:
 
 def user_table() -> Path:
     """The user's table."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("MOE_OPS_TIMINGS") or Path(cache) / "moe_ops" / "timings.json")
+    if named := os.environ.get("MOE_OPS_TIMINGS"):
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "moe_ops" / "timings.json"
 
 
-def ranking(op: str, args: Sequence[Any]) -> list[str]:
-    """Names of the kernels that were timed in this case, the fastest first."""
-    tensors = tuple(arg if isinstance(arg, torch.Tensor) else None for arg in args)
-    shapes = tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
-    if not all(type(size) is int for shape in shapes if shape for size in shape):
-        return []  # sizes of a graph that is dynamic
-    first = next(tensor for tensor in tensors if tensor is not None)
-    views = tuple(tensor is not None and _is_transposed(tensor) for tensor in tensors)
-    return _ranking(op, first.device, first.dtype, shapes, views)
+def key_of(args: Sequence[Any]) -> Key:
+    """What the case of these arguments depends on. Of a dynamic graph it cannot be hashed."""
+    return tuple(
+        (arg.device, arg.dtype, arg.shape, arg.is_contiguous())
+        if isinstance(arg, torch.Tensor)
+        else arg
+        for arg in args
+    )
+
+
+def times_of(op: str, key: Key) -> dict[str, float] | None:
+    """Microseconds by kernel; None if the case was never timed."""
+    device, case = _device_name(key), case_of(op, key)
+    return next((t[device][case] for t in _tables() if case in t.get(device, {})), None)
 
 
 def tune(op: str, args: Sequence[Any], kernels: Sequence[Kernel]) -> dict[str, float]:
     """Time the kernels that take these arguments, add that to the user's table; microseconds.
 
-    A kernel whose result is not the reference's, to `_TOLERANCE` of the largest value, gets no
-    time and is logged as an error. One that is far slower than another is called once.
+    A result must be the reference's to `_TOLERANCE` of the largest value. A kernel that is far
+    slower than another is called once.
     """
-    expected = (_library.OPS.get(op) or _library.PRIVATE_OPS[op]).reference(*args)
+    expected = _library.info(op).reference(*args)
     times: dict[str, float] = {}
     for kernel in kernels:
-        if not kernel.takes(*args):
-            continue
-        if wrong := _difference(kernel.run(*args), expected):
-            _log.error("%s: kernel %s is wrong: %s", op, kernel.name, wrong)
-            continue
-        timer = Timer("run(*args)", globals={"run": kernel.run, "args": args})
-        seconds = timer.timeit(1).median
-        if seconds * 1e6 < _FAR_SLOWER * min(times.values(), default=math.inf):
-            seconds = timer.blocked_autorange(min_run_time=_MEASURED_S).median
-        times[kernel.name] = round(seconds * 1e6, 1)
-    first = next(arg for arg in args if isinstance(arg, torch.Tensor))
-    case = case_of(op, args)
-    _log.info("%s: %s", case, times)
-    _add(user_table(), {device_name(first.device): {case: times}})
+        if kernel.takes(*args):
+            wrong = _what_is_wrong(kernel, args, expected)
+            if wrong:
+                _log.error("%s: kernel %s is not to be used: %s", op, kernel.name, wrong)
+            best = min(times.values(), default=math.inf)
+            times[kernel.name] = math.inf if wrong else _measure(kernel, args, best)
+    key = key_of(args)
+    _log.info("%s: %s", case_of(op, key), times)
+    _add(user_table(), {_device_name(key): {case_of(op, key): times}})
     _tables.cache_clear()
-    _ranking.cache_clear()
     return times
 
 
-def case_of(op: str, args: Sequence[Any]) -> str:
+def case_of(op: str, key: Key) -> str:
     """The case's name in a table."""
-    names = _names(op)
-    tensors = [(name, arg) for name, arg in zip(names, args) if isinstance(arg, torch.Tensor)]
-    shapes = tuple(tuple(arg.shape) if isinstance(arg, torch.Tensor) else None for arg in args)
-    views = any(_is_transposed(tensor) for _, tensor in tensors)
-    return _case(op, tensors[0][1].dtype, shapes, views)
-
-
-@functools.cache
-def device_name(device: torch.device) -> str:
-    """As the tables have it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-@functools.lru_cache(maxsize=4096)
-def _ranking(
-    op: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: tuple[tuple[int, ...] | None, ...],
-    views: tuple[bool, ...],
-) -> list[str]:
-    case = _case(op, dtype, shapes, any(views))
-    for table in _tables():
-        if times := table.get(device_name(device), {}).get(case):
-            return sorted(times, key=times.__getitem__)
-    return []
-
-
-def _case(
-    op: str, dtype: torch.dtype, shapes: tuple[tuple[int, ...] | None, ...], transposed: bool
-) -> str:
     sizes: dict[str, int] = {}
-    for name, shape in zip(_names(op), shapes):
-        letters = re.findall(r"\d*[A-Z]", name.rpartition("_")[2])
-        if shape is not None and len(letters) == len(shape):
-            sizes.update(zip(letters, shape))
+    numbers, strided = [], False
+    for argument, part in zip(getattr(torch.ops.moe_ops, op).default._schema.arguments, key):
+        if isinstance(part, tuple):
+            _, _, shape, contiguous = part
+            strided |= not contiguous
+            letters = re.findall(r"\d*[A-Z]", argument.name.rpartition("_")[2])
+            if len(letters) == len(shape):
+                sizes.update(zip(letters, shape))
+        elif isinstance(part, int):
+            numbers.append(f"{argument.name}={part}")
     words = [
         f"{letter}<={1 << (size - 1).bit_length()}"
-        if letter in _VARYING and size > 0
+        if letter in _VARYING and size
         else f"{letter}{size}"
         for letter, size in sorted(sizes.items())
     ]
-    return " ".join([op, str(dtype).removeprefix("torch."), *words, *["transposed"] * transposed])
+    dtype = str(_first_tensor(key)[1]).removeprefix("torch.")
+    return " ".join([op, dtype, *words, *numbers, *["strided"] * strided])
 
 
-@functools.cache
-def _names(op: str) -> list[str]:
-    return [argument.name for argument in getattr(torch.ops.moe_ops, op).default._schema.arguments]
+def _first_tensor(key: Key) -> tuple[Any, ...]:
+    return next(part for part in key if isinstance(part, tuple))
 
 
-def _is_transposed(tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 1 and not tensor.is_contiguous() and tensor.mT.is_contiguous()
+def _device_name(key: Key) -> str:
+    device = _first_tensor(key)[0]
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @functools.cache
 def _tables() -> list[Timings]:
-    """The user's, then the shipped one."""
-    return [_read(path) for path in (user_table(), _SHIPPED)]
+    """What was timed in this process, the user's, the shipped one."""
+    return [_of_this_process, *(_read(path) for path in (user_table(), _SHIPPED))]
 
 
 def _read(path: Path) -> Timings:
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
+        return _parse(path)
+    except _UNREADABLE as error:
         _log.warning("no timings of kernels from %s: %s", path, error)
         return {}
 
 
+def _parse(path: Path) -> Timings:
+    if not path.exists():
+        return {}
+    timings = json.loads(path.read_text())
+    for cases in timings.values():
+        for times in cases.values():
+            if not all(isinstance(us, (int, float)) for us in times.values()):
+                raise ValueError(f"times must be numbers, got {times}")
+    return timings
+
+
 def _add(path: Path, more: Timings) -> None:
-    """Another process may do the same: the file is replaced, never half written."""
-    timings = _read(path)
+    """Other processes may do the same at once."""
+    import filelock  # noqa: PLC0415 - needed by those who tune alone
+
+    _merge(_of_this_process, more)
+    written = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(path.with_name(path.name + ".lock")):
+            written.write_text(json.dumps(_merge(_parse(path), more), indent=1, sort_keys=True))
+            os.replace(written, path)
+    except _UNREADABLE as error:
+        _log.warning(
+            "timings of kernels are kept for this process only, not in %s: %s", path, error
+        )
+
+
+def _merge(timings: Timings, more: Timings) -> Timings:
     for device, cases in more.items():
         timings.setdefault(device, {}).update(cases)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(timings, file, indent=1, sort_keys=True)
-    os.replace(file.name, path)
+    return timings
 
 
-def _difference(result: Any, expected: Any) -> str | None:
-    """What is wrong with a kernel's result, if anything."""
-    for number, (got, wanted) in enumerate(zip(*map(pytree.tree_leaves, (result, expected)))):
-        largest = wanted.abs().max().item() if wanted.numel() else 0.0
-        try:
-            torch.testing.assert_close(
-                got, wanted, rtol=0, atol=_TOLERANCE.get(wanted.dtype, 0) * largest, equal_nan=True
-            )
-        except AssertionError as error:
-            return f"output {number}: {error}"
+def _what_is_wrong(kernel: Kernel, args: Sequence[Any], expected: Any) -> str | None:
+    try:
+        result = kernel.run(*args)
+        for got, wanted in zip(*map(pytree.tree_leaves, (result, expected)), strict=True):
+            largest = wanted.abs().max().item() if wanted.numel() else 0.0
+            allowed = _TOLERANCE.get(wanted.dtype, 0) * largest
+            torch.testing.assert_close(got, wanted, rtol=0, atol=allowed, equal_nan=True)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the kernel does not serve
+        return f"{type(error).__name__}: {error}"
     return None
+
+
+def _measure(kernel: Kernel, args: Sequence[Any], best: float) -> float:
+    timer = Timer("run(*args)", globals={"run": kernel.run, "args": args})
+    seconds = timer.timeit(1).median
+    if seconds * 1e6 < _FAR_SLOWER * best:
+        seconds = timer.blocked_autorange(min_run_time=_MEASURED_S).median
+    return round(seconds * 1e6, 1)

@@ -15,28 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .blocks import ceil_div, column_block, computes_in_float32, power_of_two_from
+from .intervals import interval_of
 from .kernel import Kernel
-from .permute import ceil_div, column_block, computes_in_float32, power_of_two_from
 
 _TILE = 2048
 # Chunks are at least so long, and about 1024 at most.
 _SHORTEST_CHUNK, _MOST_CHUNKS = 64, 1024
-
-
-@triton.jit
-def interval_of(index, ends_ptr, num_intervals, STEPS: tl.constexpr):
-    """How many of the ascending `ends` are <= index, for a scalar or a tensor of them; 2^STEPS >
-    num_intervals.
-    """
-    low = index * 0
-    high = low + num_intervals
-    for _ in tl.static_range(STEPS):
-        middle = (low + high) // 2
-        searching = low < high
-        below = tl.load(ends_ptr + middle, mask=searching, other=0) <= index
-        low = tl.where(searching & below, middle + 1, low)
-        high = tl.where(searching & ~below, middle, high)
-    return low
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts"])

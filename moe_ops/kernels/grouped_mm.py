@@ -1,5 +1,6 @@
 """CUDA kernels of grouped_mm, its wgrad, and their gathered forms, none of which waits for the
-device: csrc/grouped_mm.cuh on compute capability 9.0, else `torch._grouped_mm`, else Triton.
+device: csrc/grouped_mm.cuh on compute capability 9.0, else `torch._grouped_mm`, else Triton
+(`grouped_mm_triton`, `grouped_mm_wgrad_triton`), else, or in float64, a masked matmul an expert.
 
 Letters as in `moe_ops.ops.grouped_mm`.
 """
@@ -10,8 +11,9 @@ import torch
 
 from ..layout import expert_of_row, held_rows
 from . import native
-from .kernel import Kernel, always, capability, has_triton
+from .kernel import Kernel, capability, has_triton
 
+_MOST_ROWS = 1 << 30  # that csrc/maps.h can address
 _ALIGNMENT = 16  # bytes, of rows and of the first element, for the copy engine
 
 # A gathering matmul is 18 to 26 % slower than a plain one (H200, 2026-11-30), the copy it saves
@@ -22,7 +24,7 @@ _GATHERED_COLUMNS = 1024
 def _sizes_are_aligned(operands: tuple[torch.Tensor, ...]) -> bool:
     """All sizes but the number of rows are multiples of 8, and none is zero."""
     widths = all(size % 8 == 0 and size > 0 for t in operands for size in t.shape[1:])
-    return widths and operands[0].shape[0] > 0
+    return widths and 0 < operands[0].shape[0] <= _MOST_ROWS
 
 
 def native_takes(*operands: torch.Tensor) -> bool:
@@ -39,7 +41,8 @@ def native_takes(*operands: torch.Tensor) -> bool:
 def aligned(rows: torch.Tensor) -> torch.Tensor:
     """`rows`, contiguous and aligned for the copy engine."""
     rows = rows.contiguous()
-    return rows if rows.data_ptr() % _ALIGNMENT == 0 else rows.clone()
+    rows = rows if rows.data_ptr() % _ALIGNMENT == 0 else rows.clone()
+    return rows.view(-1).view(rows.shape)  # a dimension of size 1 may have had any stride
 
 
 def aligned_weights(w_LOI: torch.Tensor) -> torch.Tensor:
@@ -116,7 +119,8 @@ def _takes_gather(
     offsets_L: torch.Tensor,
 ) -> bool:
     few_columns = w_LOI.shape[1] <= _GATHERED_COLUMNS
-    return few_columns and slot_of_row_C.shape[0] > 0 and native_takes(x_TI, w_LOI)
+    some_rows = 0 < slot_of_row_C.shape[0] <= _MOST_ROWS
+    return few_columns and some_rows and native_takes(x_TI, w_LOI)
 
 
 def _takes_wgrad(g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor) -> bool:
@@ -149,24 +153,9 @@ def torch_wgrad(g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor)
     return torch._grouped_mm(aligned(g_CO).mT, aligned(a_CI), offs=offsets_L)
 
 
-def _triton_takes(a: torch.Tensor, *others: torch.Tensor) -> bool:
-    return a.dtype != torch.float64 and has_triton()
-
-
-def triton_grouped_mm(
-    a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor
-) -> torch.Tensor:
-    """Any widths and strides."""
-    from . import grouped_mm_triton  # noqa: PLC0415 - Triton is optional
-
-    return grouped_mm_triton.grouped_mm(a_CI, w_LOI, offsets_L)
-
-
-def triton_wgrad(g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
-    """Any widths and strides."""
-    from . import grouped_mm_triton_wgrad  # noqa: PLC0415 - Triton is optional
-
-    return grouped_mm_triton_wgrad.grouped_mm_wgrad(g_CO, a_CI, offsets_L)
+def _masked_takes(a: torch.Tensor, *others: torch.Tensor) -> bool:
+    """What Triton's matmuls, which come later in the list, do not take."""
+    return a.dtype == torch.float64 or not has_triton()
 
 
 def masked_grouped_mm(
@@ -194,14 +183,12 @@ KERNELS: dict[str, list[Kernel]] = {
     "grouped_mm": [
         Kernel("csrc/grouped_mm.cuh", _takes_matmul, native_grouped_mm),
         Kernel("torch._grouped_mm", _torch_takes, torch_grouped_mm),
-        Kernel("triton", _triton_takes, triton_grouped_mm),
-        Kernel("masked matmuls", always, masked_grouped_mm),
+        Kernel("masked matmuls", _masked_takes, masked_grouped_mm),
     ],
     "grouped_mm_wgrad": [
         Kernel("csrc/grouped_mm.cuh", _takes_wgrad, native_wgrad),
         Kernel("torch._grouped_mm", _torch_takes, torch_wgrad),
-        Kernel("triton", _triton_takes, triton_wgrad),
-        Kernel("masked matmuls", always, masked_wgrad),
+        Kernel("masked matmuls", _masked_takes, masked_wgrad),
     ],
     "grouped_mm_wgrad_f32": [Kernel("csrc/grouped_mm.cuh", _takes_wgrad, native_wgrad_f32)],
     "gather_grouped_mm": [Kernel("csrc/grouped_mm.cuh", _takes_gather, native_gather_grouped_mm)],

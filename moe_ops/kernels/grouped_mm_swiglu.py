@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from .blocks import ceil_div
 from .grouped_mm import aligned, aligned_weights, native_takes
 from .kernel import Kernel
 
@@ -41,14 +42,11 @@ def native_grouped_mm_swiglu(
     keep_h: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator `grouped_mm_swiglu`."""
-    num_rows = (a if slot_of_row_C is None else slot_of_row_C).shape[0]
-    width = w13_L2FI.shape[1]
+    num_rows, width = a.shape[0], w13_L2FI.shape[1]
     h_C2F = a.new_empty(num_rows if keep_h else 0, width)
     a_CF = a.new_empty(num_rows, width // 2)
     torch.ops.moe_ops_native.grouped_mm_swiglu(
         aligned(a),
-        slot_of_row_C,
-        top_k,
         aligned(w13_L2FI),
         None if row_weights_C is None else row_weights_C.contiguous(),
         offsets_L.contiguous(),
@@ -94,11 +92,9 @@ def native_grouped_mm_swiglu_backward(
     parts = None
     if row_weights_C is not None:
         row_weights_C = row_weights_C.contiguous()
-        parts = row_weights_C.new_empty(num_rows, -(-width // _TILE_N))
+        parts = row_weights_C.new_empty(num_rows, ceil_div(width, _TILE_N))
     torch.ops.moe_ops_native.grouped_mm_swiglu_backward(
         aligned(g),
-        slot_of_row_C,
-        top_k,
         aligned_weights(w_LOI),
         aligned(h_C2F),
         row_weights_C,

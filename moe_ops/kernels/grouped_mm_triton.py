@@ -1,9 +1,8 @@
-"""Triton grouped_mm for any width, stride and slot map, in float32, bfloat16 and float16.
+"""Triton grouped_mm for any width and stride, in float32, bfloat16 and float16.
 
-    c[r] = w[e] @ a[source of r]    for the expert e that owns row r; zero past the last offset
+    c[r] = w[e] @ a[r]    for the expert e that owns row r; zero past the last offset
 
-Letters: L experts here, C rows, T tokens, I and O in and out features. The source of row r is r
-itself, or token slot_of_row_C[r] // top_k: then no permuted copy of the tokens is made.
+Letters as in `moe_ops.ops.grouped_mm`: L experts here, C rows, I and O in and out features.
 
 One program computes one tile, `block_m` rows of one expert times `block_n` features. The grid
 depends on C and L alone; a program finds its expert from offsets_L on the device.
@@ -17,6 +16,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+
+from .blocks import ceil_div, computes_in_float32, power_of_two_from
+from .kernel import Kernel
 
 MANY_TILES = 132  # one for each multiprocessor of an H200
 
@@ -53,12 +55,12 @@ def precision_of(dtype: torch.dtype) -> str:
 
 def block_of(width: int, largest: int) -> int:
     """Size of blocks along a dimension; tl.dot takes no fewer than 16."""
-    return min(largest, max(16, triton.next_power_of_2(width)))
+    return min(largest, max(16, power_of_two_from(width)))
 
 
 def wide_block(width: int, dtype: torch.dtype) -> int:
     """256 for 16-bit data, unless that pads the dimension by over 1/16 more than 128 would."""
-    padded = {block: triton.cdiv(width, block) * block for block in (128, 256)}
+    padded = {block: ceil_div(width, block) * block for block in (128, 256)}
     fits = dtype.itemsize == 2 and padded[256] * 16 <= padded[128] * 17
     return 256 if fits else 128
 
@@ -81,10 +83,10 @@ def make_tiles(block_m: int, block_n: int, width_k: int, like: torch.Tensor) -> 
 def grouped_mm_tiles(a: torch.Tensor, w_LOI: torch.Tensor, num_rows: int) -> Tiles:
     """As many rows as an expert has on average, and at least one program for each of 132 SMs."""
     num_experts, width_o, width_i = w_LOI.shape
-    block_m = block_of(triton.cdiv(num_rows, num_experts), 128)
+    block_m = block_of(ceil_div(num_rows, num_experts), 128)
     block_n = wide_block(width_o, a.dtype) if block_m >= 64 else 128
     num_m = max(num_rows // block_m, min(num_rows, num_experts))
-    while block_n > 64 and num_m * triton.cdiv(width_o, block_n) < MANY_TILES:
+    while block_n > 64 and num_m * ceil_div(width_o, block_n) < MANY_TILES:
         block_n //= 2
     return make_tiles(block_m, block_of(width_o, block_n), width_i, a)
 
@@ -96,17 +98,6 @@ def inside(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
         return tl.full(index.shape, True, tl.int1)
     else:
         return index < SIZE
-
-
-@triton.jit
-def source_of(rows, end, slots_ptr, TOP_K: tl.constexpr):
-    """Where each of an expert's rows is read from (int64), and whether it is to be read."""
-    valid = rows < end
-    if slots_ptr is None:
-        return rows.to(tl.int64), valid
-    else:
-        slots = tl.load(slots_ptr + rows, mask=valid, other=-1)
-        return (slots // TOP_K).to(tl.int64), slots >= 0
 
 
 @triton.jit
@@ -140,7 +131,6 @@ def grouped_mm_kernel(
     w_ptr,
     c_ptr,
     offsets_ptr,
-    slots_ptr,
     num_rows,
     L: tl.constexpr,
     WIDTH_O: tl.constexpr,
@@ -149,7 +139,6 @@ def grouped_mm_kernel(
     STRIDE_WL: tl.constexpr,
     STRIDE_WO: tl.constexpr,
     STRIDE_WI: tl.constexpr,
-    TOP_K: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -164,11 +153,11 @@ def grouped_mm_kernel(
     if row >= end:
         return
     rows = row + tl.arange(0, BLOCK_M)
-    source, present = source_of(rows, end, slots_ptr, TOP_K)
+    in_rows = rows < end
     outs = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     in_o = inside(outs, WIDTH_O, BLOCK_N)
     ins = tl.arange(0, BLOCK_K).to(tl.int64)
-    a_ptrs = a_ptr + source[:, None] * STRIDE_A + ins[None, :]
+    a_ptrs = a_ptr + rows[:, None].to(tl.int64) * STRIDE_A + ins[None, :]
     w_ptrs = w_ptr + expert.to(tl.int64) * STRIDE_WL
     w_ptrs += outs[None, :] * STRIDE_WO + ins[:, None] * STRIDE_WI
 
@@ -176,13 +165,13 @@ def grouped_mm_kernel(
     depth = tl.where(expert < L, WIDTH_I, 0)  # the tail: nothing is read
     for k in range(0, depth, BLOCK_K):
         in_i = inside(k + ins, WIDTH_I, BLOCK_K)
-        a = tl.load(a_ptrs, mask=present[:, None] & in_i[None, :], other=0.0)
+        a = tl.load(a_ptrs, mask=in_rows[:, None] & in_i[None, :], other=0.0)
         w = tl.load(w_ptrs, mask=in_i[:, None] & in_o[None, :], other=0.0)
         acc = tl.dot(a, w, acc, input_precision=PRECISION)
         a_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * STRIDE_WI
     c_ptrs = c_ptr + rows[:, None].to(tl.int64) * WIDTH_O + outs[None, :]
-    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows < end)[:, None] & in_o[None, :])
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=in_rows[:, None] & in_o[None, :])
 
 
 def dense_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -202,38 +191,34 @@ def _readable(w_LOI: torch.Tensor, precision: str, num_rows: int) -> torch.Tenso
     return w_LOI if 1 in w_LOI.stride()[1:] else w_LOI.contiguous()
 
 
-def grouped_mm(
-    a_CI: torch.Tensor,
-    w_LOI: torch.Tensor,
-    offsets_L: torch.Tensor,
-    slot_of_row_C: torch.Tensor | None = None,
-    top_k: int = 1,
-) -> torch.Tensor:
-    """c_CO; with `slot_of_row_C` (int32, -1 gives a row of zeros) the first operand is a_TI."""
-    num_rows = (a_CI if slot_of_row_C is None else slot_of_row_C).shape[0]
-    num_experts, width_o, width_i = w_LOI.shape
+def grouped_mm(a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
+    """The operator `grouped_mm`."""
+    num_rows, (num_experts, width_o, width_i) = a_CI.shape[0], w_LOI.shape
     c_CO = a_CI.new_empty(num_rows, width_o)
     if c_CO.numel() == 0:
         return c_CO
     precision, tiles = precision_of(a_CI.dtype), grouped_mm_tiles(a_CI, w_LOI, num_rows)
     a_CI, w_LOI = dense_rows(a_CI), _readable(w_LOI, precision, num_rows)
     num_m = num_rows // tiles.block_m + num_experts + 1
-    grouped_mm_kernel[(num_m * triton.cdiv(width_o, tiles.block_n),)](
+    grouped_mm_kernel[(num_m * ceil_div(width_o, tiles.block_n),)](
         a_CI,
         w_LOI,
         c_CO,
         offsets_L.contiguous(),
-        slot_of_row_C if slot_of_row_C is None else slot_of_row_C.contiguous(),
         num_rows,
         num_experts,
         width_o,
         width_i,
         a_CI.stride(0),
         *w_LOI.stride(),
-        top_k,
         precision,
         **tiles.blocks,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
     return c_CO
+
+
+KERNELS: dict[str, list[Kernel]] = {
+    "grouped_mm": [Kernel("triton", computes_in_float32, grouped_mm)],
+}

@@ -17,7 +17,7 @@ import torch
 
 _log = logging.getLogger(__name__)
 _BUILT = Path(__file__).parent.parent / "lib" / "libmoe_ops_cuda.so"
-_HOW_TO_BUILD = "run `make native` or `pip install --no-build-isolation .` where nvcc is"
+_HOW_TO_BUILD = "run `python -m csrc.build` in a clone where nvcc is, or install there"
 
 
 class _State(NamedTuple):

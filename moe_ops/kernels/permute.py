@@ -1,4 +1,4 @@
-"""Triton kernels of permute and unpermute; the file also holds what other row kernels share.
+"""Triton kernels of permute and unpermute.
 
 permute reads each token once and writes its K rows; narrow rows are gathered row by row instead,
 so that writes stay contiguous. unpermute reads a token's K rows and sums them in the order of k.
@@ -8,13 +8,11 @@ Letters as in `moe_ops.ops.permute`: T tokens, K top-k, C rows, H hidden; -1 = n
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
+from .blocks import ceil_div, column_block, computes_in_float32, power_of_two_from, warps_for
 from .kernel import Kernel
 
 # Choices k in flight at a time, at most; a larger K loops over groups of them.
@@ -23,39 +21,6 @@ _MOST_STEPS = 8
 _NARROW_BYTES = 256
 # Rows that one program looks through for rows without a slot.
 _ZERO_ROWS = 64
-
-
-def computes_in_float32(values: torch.Tensor, *others: Any) -> bool:
-    """`takes` of a kernel whose sums are in float32: anything but float64 values."""
-    return values.dtype != torch.float64
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Not triton.cdiv, which takes longer on the host than the rest of a launch's arithmetic."""
-    return -(-a // b)
-
-
-def power_of_two_from(size: int) -> int:
-    """The least that is not less than `size` >= 1."""
-    return 1 << (size - 1).bit_length()
-
-
-@functools.cache
-def column_block(width: int, least: int, most: int) -> int:
-    """Columns a program covers at a time: the power of two between `least` and `most` that pads the
-    width least, the largest of several; less than `least` only if the width is.
-    """
-    block = best = min(most, power_of_two_from(width))
-    while block > least:
-        block //= 2
-        if ceil_div(width, block) * block < ceil_div(width, best) * best:
-            best = block
-    return best
-
-
-def warps_for(elements: int, per_thread: int) -> int:
-    """Warps of a program, 1 to 8, that leave each thread about `per_thread` of its elements."""
-    return min(max(power_of_two_from(elements) // (32 * per_thread), 1), 8)
 
 
 def _steps_of(top_k: int) -> int:

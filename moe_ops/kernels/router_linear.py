@@ -30,7 +30,7 @@ def router_linear_backward(
 
 
 def split(grad_TE: torch.Tensor) -> torch.Tensor:
-    """[T, 2E] bf16, of which the first half plus the second is `grad_TE` to 2^-16."""
+    """[T, 2E] bf16: the first half plus the second is `grad_TE` to 2^-16, NaN for infinity."""
     num_tokens, num_experts = grad_TE.shape
     parts_T2E = grad_TE.new_empty(num_tokens, 2 * num_experts, dtype=torch.bfloat16)
     high_TE, low_TE = parts_T2E.split(num_experts, dim=1)

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .blocks import ceil_div, computes_in_float32, power_of_two_from
 from .kernel import Kernel
-from .permute import ceil_div, computes_in_float32, power_of_two_from
 
 _UNROLL_H = 4
 

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .grouped_bias import interval_of
+from .blocks import ceil_div, column_block
+from .intervals import interval_of
 from .kernel import Kernel
-from .permute import ceil_div, column_block
 
 _TILE = 2048
 _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .blocks import ceil_div, column_block, computes_in_float32
 from .kernel import Kernel
-from .permute import ceil_div, column_block, computes_in_float32
 
 # Elements of one program's tile and of each of its threads. The backward keeps six values an
 # element in registers, so its threads get fewer.

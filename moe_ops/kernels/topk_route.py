@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .. import checks
+from .blocks import ceil_div, power_of_two_from
 from .kernel import Kernel
 
 MAX_EXPERTS = 1024
@@ -276,8 +277,8 @@ def routing_of(
     if top_groups == num_groups:
         num_groups = top_groups = 1
     size = num_experts // num_groups
-    group_size = triton.next_power_of_2(size)
-    places = group_size * triton.next_power_of_2(num_groups)
+    group_size = power_of_two_from(size)
+    places = group_size * power_of_two_from(num_groups)
     if num_groups == 1:
         places = group_size = max(places, _MIN_PLACES)
     return Routing(
@@ -293,7 +294,7 @@ def routing_of(
         size=size,
         group_size=group_size,
         places=places,
-        choices=triton.next_power_of_2(top_k),
+        choices=power_of_two_from(top_k),
         unroll=next(u for u in range(8, 0, -1) if top_k % u == 0),
         tokens=max(1, min(_TILE // places, 32)),
     )
@@ -341,7 +342,7 @@ def topk_route(
 
 def programs_of(num_tokens: int, routing: Routing) -> tuple[int]:
     """The grid."""
-    return (-(-num_tokens // routing.tokens),)
+    return (ceil_div(num_tokens, routing.tokens),)
 
 
 def warps_of(routing: Routing) -> int:

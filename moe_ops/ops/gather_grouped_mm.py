@@ -3,7 +3,6 @@ never written. Private: `fx_passes` makes them of permute, grouped_mm and groupe
 
     gather_grouped_mm(x, slots, K, w) = grouped_mm(rows, w), rows[r] = x[slots[r] // K]
     gather_grouped_mm_wgrad: the same for either operand of grouped_mm_wgrad, or both
-    grouped_mm_wgrad_f32: grouped_mm_wgrad of 16-bit operands with its float32 sums unrounded
 
 Letters: T tokens, K top-k, L experts here, C rows, I and O in and out features, offsets_L inclusive
 ends of the experts' rows; slot = token * K + k; -1 = none, its row is zero.
@@ -74,15 +73,6 @@ def _check_gather_wgrad(
     checks.same_size(op, "g and a, gathered, must share C", *rows)
 
 
-def _check_wgrad_f32(g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor) -> None:
-    op = "grouped_mm_wgrad_f32"
-    checks.tensor(op, "g_CO", g_CO, 2, _SUMMED_IN_FLOAT32)
-    checks.tensor(op, "a_CI", a_CI, 2, (g_CO.dtype,), like=g_CO)
-    checks.tensor(op, "offsets_L", offsets_L, 1, checks.INDICES, like=g_CO)
-    checks.same_size(op, "g_CO and a_CI must share C", g_CO.shape[0], a_CI.shape[0])
-    checks.positive(op, "number of experts L", offsets_L.shape[0])
-
-
 def _gather(x: torch.Tensor, slots_C: torch.Tensor | None, top_k: int) -> torch.Tensor:
     """The rows, by `permute`."""
     if slots_C is None:
@@ -117,12 +107,6 @@ def _gather_wgrad_reference(
     return wgrad(g_CO, a_CI, offsets_L)
 
 
-def _wgrad_f32_reference(
-    g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor
-) -> torch.Tensor:
-    return torch.ops.moe_ops.grouped_mm_wgrad(g_CO.float(), a_CI.float(), offsets_L)
-
-
 def _gather_fake(
     x_TI: torch.Tensor,
     slot_of_row_C: torch.Tensor,
@@ -146,13 +130,6 @@ def _gather_wgrad_fake(
     return g.new_empty(offsets_L.shape[0], g.shape[1], a.shape[1], dtype=dtype)
 
 
-def _wgrad_f32_fake(
-    g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor
-) -> torch.Tensor:
-    shape = offsets_L.shape[0], g_CO.shape[1], a_CI.shape[1]
-    return g_CO.new_empty(shape, dtype=torch.float32)
-
-
 _library.define(
     "gather_grouped_mm(Tensor x_TI, Tensor slot_of_row_C, int top_k, Tensor w_LOI, "
     "Tensor offsets_L) -> Tensor c_CO",
@@ -167,12 +144,5 @@ _library.define(
     check=_check_gather_wgrad,
     reference=_gather_wgrad_reference,
     fake=_gather_wgrad_fake,
-    private=True,
-)
-_library.define(
-    "grouped_mm_wgrad_f32(Tensor g_CO, Tensor a_CI, Tensor offsets_L) -> Tensor w_LOI",
-    check=_check_wgrad_f32,
-    reference=_wgrad_f32_reference,
-    fake=_wgrad_f32_fake,
     private=True,
 )

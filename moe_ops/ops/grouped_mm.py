@@ -13,6 +13,8 @@ experts' rows.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,11 +73,14 @@ def _check_grouped_mm(a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.
     checks.positive(op, "number of experts L", offsets_L.shape[0])
 
 
-def _check_grouped_mm_wgrad(
-    g_CO: torch.Tensor, a_CI: torch.Tensor, offsets_L: torch.Tensor
+def _check_wgrad(
+    op: str,
+    dtypes: Sequence[torch.dtype],
+    g_CO: torch.Tensor,
+    a_CI: torch.Tensor,
+    offsets_L: torch.Tensor,
 ) -> None:
-    op = "grouped_mm_wgrad"
-    checks.tensor(op, "g_CO", g_CO, 2, checks.FLOATS)
+    checks.tensor(op, "g_CO", g_CO, 2, dtypes)
     checks.tensor(op, "a_CI", a_CI, 2, (g_CO.dtype,), like=g_CO)
     checks.tensor(op, "offsets_L", offsets_L, 1, checks.INDICES, like=g_CO)
     checks.same_size(op, "g_CO and a_CI must share C", g_CO.shape[0], a_CI.shape[0])
@@ -153,9 +158,17 @@ _grouped_mm = _library.define(
 )
 _grouped_mm_wgrad = _library.define(
     "grouped_mm_wgrad(Tensor g_CO, Tensor a_CI, Tensor offsets_L) -> Tensor w_LOI",
-    check=_check_grouped_mm_wgrad,
+    check=functools.partial(_check_wgrad, "grouped_mm_wgrad", checks.FLOATS),
     reference=_grouped_mm_wgrad_reference,
     fake=_grouped_mm_wgrad_fake,
     setup_context=_setup_context,
     backward=_grouped_mm_wgrad_backward,
+)
+# Private: grouped_mm_wgrad of 16-bit operands with its float32 sums unrounded.
+_library.define(
+    "grouped_mm_wgrad_f32(Tensor g_CO, Tensor a_CI, Tensor offsets_L) -> Tensor w_LOI",
+    check=functools.partial(_check_wgrad, "grouped_mm_wgrad_f32", checks.FLOATS[:3]),
+    reference=lambda g, a, offsets: _grouped_mm_wgrad_reference(g.float(), a.float(), offsets),
+    fake=lambda g, a, offsets: _grouped_mm_wgrad_fake(g, a, offsets).float(),
+    private=True,
 )

@@ -3,7 +3,6 @@
 
     grouped_mm_swiglu:          h = grouped_mm(a, w13), then swiglu(h)
     grouped_mm_swiglu_backward: swiglu_backward(grouped_mm(g, w), h), swiglu(h)
-    swiglu_backward_with_output: swiglu_backward(grad, h), swiglu(h)
 
 With `slot_of_row_C` the rows of the first operand, then [T, .], are gathered as in
 gather_grouped_mm. The options from `act` on are those of `swiglu`.
@@ -98,27 +97,6 @@ def _check_backward(
     checks.activation(op, act, limit, alpha)
 
 
-def _check_with_output(
-    grad_CF: torch.Tensor,
-    h_C2F: torch.Tensor,
-    row_weights_C: torch.Tensor | None,
-    offsets_L: torch.Tensor,
-    act: str,
-    limit: float | None,
-    alpha: float,
-    up_offset: float,
-) -> None:
-    op = "swiglu_backward_with_output"
-    checks.tensor(op, "grad_CF", grad_CF, 2, checks.FLOATS)
-    checks.tensor(op, "h_C2F", h_C2F, 2, (grad_CF.dtype,), like=grad_CF)
-    checks.tensor(op, "offsets_L", offsets_L, 1, checks.INDICES, like=grad_CF)
-    checks.positive(op, "number of experts L", offsets_L.shape[0])
-    checks.same_size(op, "grad_CF and h_C2F must share C", grad_CF.shape[0], h_C2F.shape[0])
-    checks.same_size(op, "h_C2F must be 2F wide", h_C2F.shape[1], 2 * grad_CF.shape[1])
-    checks.row_weights(op, row_weights_C, h_C2F)
-    checks.activation(op, act, limit, alpha)
-
-
 def _matmul(
     rows: torch.Tensor,
     slot_of_row_C: torch.Tensor | None,
@@ -165,18 +143,6 @@ def _backward_reference(
     )
 
 
-def _with_output_reference(
-    grad_CF: torch.Tensor,
-    h_C2F: torch.Tensor,
-    row_weights_C: torch.Tensor | None,
-    offsets_L: torch.Tensor,
-    *options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    what = h_C2F, row_weights_C, offsets_L, *options
-    grad_h_C2F, grad_row_weights_C = torch.ops.moe_ops.swiglu_backward(grad_CF, *what)
-    return grad_h_C2F, torch.ops.moe_ops.swiglu(*what), grad_row_weights_C
-
-
 def _fake(
     a: torch.Tensor,
     slot_of_row_C: torch.Tensor | None,
@@ -209,17 +175,6 @@ def _backward_fake(
     return h_C2F.new_empty(h_C2F.shape), a_CF, _grad_row_weights(h_C2F, row_weights_C)
 
 
-def _with_output_fake(
-    grad_CF: torch.Tensor,
-    h_C2F: torch.Tensor,
-    row_weights_C: torch.Tensor | None,
-    offsets_L: torch.Tensor,
-    *options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    a_CF = h_C2F.new_empty(grad_CF.shape)
-    return h_C2F.new_empty(h_C2F.shape), a_CF, _grad_row_weights(h_C2F, row_weights_C)
-
-
 def _grad_row_weights(h_C2F: torch.Tensor, row_weights_C: torch.Tensor | None) -> torch.Tensor:
     if row_weights_C is not None:
         return row_weights_C.new_empty(row_weights_C.shape)
@@ -243,13 +198,5 @@ _library.define(
     check=_check_backward,
     reference=_backward_reference,
     fake=_backward_fake,
-    private=True,
-)
-_library.define(
-    f"swiglu_backward_with_output(Tensor grad_CF, Tensor h_C2F, {_OPTIONS})"
-    " -> (Tensor grad_h_C2F, Tensor a_CF, Tensor grad_row_weights_C)",
-    check=_check_with_output,
-    reference=_with_output_reference,
-    fake=_with_output_fake,
     private=True,
 )

@@ -72,8 +72,7 @@ def _check(
     checks.activation(op, act, limit, alpha)
 
 
-def _check_backward(grad_CF: torch.Tensor, h_C2F: torch.Tensor, *args: Any) -> None:
-    op = "swiglu_backward"
+def _check_backward(op: str, grad_CF: torch.Tensor, h_C2F: torch.Tensor, *args: Any) -> None:
     _check(op, h_C2F, *args)
     checks.tensor(op, "grad_CF", grad_CF, 2, (h_C2F.dtype,), like=h_C2F)
     checks.same_size(op, "grad_CF and h_C2F must be equally long", grad_CF.shape[0], h_C2F.shape[0])
@@ -131,10 +130,7 @@ def _fake(
     h_C2F: torch.Tensor,
     row_weights_C: torch.Tensor | None,
     offsets_L: torch.Tensor,
-    act: str = "silu",
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
+    *options: Any,
 ) -> torch.Tensor:
     return h_C2F.new_empty(h_C2F.shape[0], h_C2F.shape[1] // 2)
 
@@ -168,15 +164,26 @@ def _backward_fake(
     h_C2F: torch.Tensor,
     row_weights_C: torch.Tensor | None,
     offsets_L: torch.Tensor,
-    act: str = "silu",
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
+    *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if row_weights_C is None:
         dtype = layout.accumulate_dtype(h_C2F.dtype)
         return h_C2F.new_empty(h_C2F.shape), h_C2F.new_empty(0, dtype=dtype)
     return h_C2F.new_empty(h_C2F.shape), row_weights_C.new_empty(row_weights_C.shape)
+
+
+def _with_output_reference(
+    grad_CF: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_h_C2F, grad_row_weights_C = _backward_reference(grad_CF, *args)
+    return grad_h_C2F, _reference(*args), grad_row_weights_C
+
+
+def _with_output_fake(
+    grad_CF: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_h_C2F, grad_row_weights_C = _backward_fake(grad_CF, *args)
+    return grad_h_C2F, _fake(*args), grad_row_weights_C
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -205,7 +212,15 @@ _swiglu = _library.define(
 _swiglu_backward = _library.define(
     "swiglu_backward(Tensor grad_CF, Tensor h_C2F, Tensor? row_weights_C, Tensor offsets_L, "
     f"{_OPTIONS}) -> (Tensor grad_h_C2F, Tensor grad_row_weights_C)",
-    check=_check_backward,
+    check=functools.partial(_check_backward, "swiglu_backward"),
     reference=_backward_reference,
     fake=_backward_fake,
+)
+_library.define(
+    "swiglu_backward_with_output(Tensor grad_CF, Tensor h_C2F, Tensor? row_weights_C, "
+    f"Tensor offsets_L, {_OPTIONS}) -> (Tensor grad_h_C2F, Tensor a_CF, Tensor grad_row_weights_C)",
+    check=functools.partial(_check_backward, "swiglu_backward_with_output"),
+    reference=_with_output_reference,
+    fake=_with_output_fake,
+    private=True,
 )

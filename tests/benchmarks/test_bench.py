@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import bench_layer, bench_ops, peers, specs_matmul
+from benchmarks import bench_layer, bench_ops, peers, specs_matmul, time_kernels, workloads
 from benchmarks.harness import Backend, Harness, Row, Timing, Work, compare, fill, line
 from benchmarks.workloads import ALIGNMENT, ROUTINGS, SHAPES, TINY, Scene
-from moe_ops import _library
+from moe_ops import _library, kernels
 
-SPECS = [spec for spec in bench_ops.SPECS if bench_ops.registered(spec)]
-MATMULS = [spec for spec in SPECS if spec.startswith(("grouped_mm/", "grouped_mm_wgrad/"))]
+MATMULS = [
+    spec for spec in bench_ops.SPECS if spec.startswith(("grouped_mm/", "grouped_mm_wgrad/"))
+]
 # Not on the way of the layers measured here.
-WITHOUT_SPEC = {"sort_chunks", "grouped_bias", "grouped_bias_backward", "grouped_mm_wgrad_f32"}
+WITHOUT_SPEC = {"sort_chunks", "grouped_bias", "grouped_bias_backward"}
 
 
 def work_of(*backends: Backend, error: float = 0.0) -> Work:
@@ -34,11 +37,12 @@ def work_of(*backends: Backend, error: float = 0.0) -> Work:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", bench_ops.SPECS)
 def test_spec_is_right_and_timed(spec: str, routing: str) -> None:
     work = bench_ops.SPECS[spec](Scene(TINY, routing, "cpu"), peers.Peers())
     ours, *others = Harness("cpu", repeats=2).rows_of(work)
     assert (ours.op, ours.backend, ours.failure) == (spec, "moe_ops", "")
+    assert ours.kernel == "reference"
     assert ours.us is not None and ours.us > 0 and ours.rate is not None
     assert others and all(not row.failure for row in others), others
 
@@ -140,10 +144,14 @@ def test_deep_gemm_gets_its_padded_groups(spec: str, routing: str) -> None:
     assert work.error_of(backend.view(backend.run())) < work.limit
 
 
-@pytest.mark.parametrize("matmul", ["fc1", "dgrad_fc2", "wgrad_fc1"])
+@pytest.mark.parametrize("matmul", workloads.MATMULS + workloads.WGRADS)
 def test_deep_gemm_kernels_can_be_warmed(matmul: str) -> None:
+    """On the operands that the matmul's spec draws from the same seed."""
+    spec = f"grouped_mm/{matmul}".replace("/wgrad_", "_wgrad/")
+    work = bench_ops.SPECS[spec](Scene(TINY, "random", "cpu"), peers.Peers())
     scene = Scene(TINY, "random", "cpu")
-    assert specs_matmul.deep_gemm_backend(FakeDeepGemm(), scene, matmul).run() is not None
+    backend = specs_matmul.deep_gemm_backend(FakeDeepGemm(), scene, matmul)
+    assert work.error_of(backend.view(backend.run())) < work.limit
 
 
 def test_moe_ops_peer_maps_rows_of_choices() -> None:
@@ -208,7 +216,48 @@ def test_layer_oracle_sees_a_wrong_gradient() -> None:
     assert max(oracle.errors(bench_layer.Step(right, x_TH, grad_TH)).values()) < 1e-2
     errors = oracle.errors(bench_layer.Step(halved, x_TH, grad_TH))
     assert errors["y"] < 1e-2
-    assert all(errors[name] > 0.4 for name in ("grad_x", "grad_w13", "grad_w2"))
+    assert all(errors[name] > 0.4 for name in ("grad_x", "grad_router", "grad_w13", "grad_w2"))
+
+
+def test_layer_oracle_checks_y_and_grad_x_of_others() -> None:
+    moe = bench_layer.make_layer(TINY, "cpu")
+    scene = Scene(TINY, "random", "cpu")
+    x_TH, grad_TH = scene.tokens().requires_grad_(), scene.tokens()
+    stock = bench_layer.candidate("stock", moe, TINY, peers.Peers())
+    errors = bench_layer.Oracle.of(moe, x_TH, grad_TH).errors(
+        bench_layer.Step(stock, x_TH, grad_TH)
+    )
+    assert set(errors) == {"y", "grad_x"}
+
+
+def test_kernels_are_timed_case_by_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOE_OPS_TIMINGS", "")  # so that it is as before afterwards
+    tune = mock.Mock(return_value={"slow": 20.4, "fast": 3.0})
+    monkeypatch.setattr(kernels, "tune", tune)
+    path = str(tmp_path / "timings.json")
+    arguments = ["--out", path, "--shape", "tiny", "--device", "cpu"]
+    time_kernels.run(time_kernels.parse(arguments))
+    assert os.environ["MOE_OPS_TIMINGS"] == path
+
+    hidden, ffn, experts, rows = TINY.hidden, TINY.ffn, TINY.num_experts, TINY.num_rows
+    cases = [
+        (call.args[0], *(tuple(x.shape) for x in call.args[1:] if isinstance(x, torch.Tensor)))
+        for call in tune.call_args_list
+    ]
+    assert cases == [
+        ("sort_slots", (TINY.num_tokens, TINY.top_k)),
+        ("grouped_mm", (rows, hidden), (experts, 2 * ffn, hidden), (experts,)),
+        ("grouped_mm", (rows, ffn), (experts, hidden, ffn), (experts,)),
+        ("grouped_mm", (rows, 2 * ffn), (experts, hidden, 2 * ffn), (experts,)),
+        ("grouped_mm", (rows, hidden), (experts, ffn, hidden), (experts,)),
+        ("grouped_mm_wgrad", (rows, 2 * ffn), (rows, hidden), (experts,)),
+        ("grouped_mm_wgrad", (rows, hidden), (rows, ffn), (experts,)),
+    ]
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(cases)
+    assert all(line.endswith("  fast 3 us  slow 20 us") for line in printed)
 
 
 @pytest.mark.gpu
@@ -216,5 +265,9 @@ def test_ops_and_layer_on_the_gpu() -> None:
     arguments = ["--shape", "tiny", "--repeats", "3", "--heat", "0.01"]
     rows = bench_ops.run(bench_ops.parse([*arguments, "--routing", "random", "aligned"]))
     assert all(not row.failure for row in rows if row.backend == "moe_ops"), rows
+    names = kernels.table()
+    assert all(
+        row.kernel in names[row.op.partition("/")[0]] for row in rows if row.backend == "moe_ops"
+    )
     rows = bench_layer.run(bench_layer.parse([*arguments, "--variant", "eager", "stock"]))
     assert all(not row.failure for row in rows) and rows[0].extra["saved"] > 0

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from moe_ops import kernels
-from moe_ops.kernels.kernel import Kernel, always
+from moe_ops.kernels.kernel import Kernel
 from moe_ops.testing import assert_equal, make_ids
 from tests.fx_passes.compiled import ops_of
 
@@ -132,11 +132,11 @@ def trace_on_cuda(function: Callable[..., Any], dtype: torch.dtype = torch.float
         return make_fx(function)(*args)
 
 
-def install_kernels(monkeypatch: pytest.MonkeyPatch, *ops: str, composes: bool = False) -> None:
+def install_kernels(monkeypatch: pytest.MonkeyPatch, *ops: str) -> None:
     """As if these operators, and no others, had a kernel on CUDA."""
 
     def run(*args: Any) -> Any:
         raise AssertionError("passes run no kernel")
 
-    table = {op: [Kernel("made up", always, run, composes)] for op in ops}
+    table = {op: [Kernel("made up", lambda *args: True, run)] for op in ops}
     monkeypatch.setattr(kernels, "_kernels", lambda: table)

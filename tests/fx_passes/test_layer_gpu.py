@@ -9,11 +9,14 @@ import pytest
 import torch
 
 import fx_passes
+from fx_passes.graph import name_of
+from moe_ops import _library
 from moe_ops.nn import MoE
 from moe_ops.testing import assert_close
+from tests.gpu import never_waiting
 from tests.nn.layers import check_alone
 
-from .compiled import OFF, SavedBytes, make_layer, step
+from .compiled import OFF, Backend, SavedBytes, make_layer, step
 
 pytestmark = pytest.mark.gpu
 
@@ -81,13 +84,9 @@ def test_layer_never_waits_for_the_gpu() -> None:
     for _ in range(2):
         y = function(x)
         y.backward(y.detach())
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         y = function(x)
         y.backward(y.detach())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_layer_gives_the_same_bits_twice_on_gpu() -> None:
@@ -101,7 +100,11 @@ def test_layer_gives_the_same_bits_twice_on_gpu() -> None:
 def test_passes_log_every_kernel(caplog: pytest.LogCaptureFixture) -> None:
     """Each `takes` can be asked of fake tensors."""
     caplog.set_level(logging.DEBUG, logger="fx_passes")
-    layer = make_layer(torch.bfloat16, "cuda", **SIZES)
-    with torch._inductor.utils.fresh_cache():
-        step(layer, compiled(layer), 200)
-    assert "unpermute runs" in caplog.text
+    layer, backend = make_layer(torch.bfloat16, "cuda", **SIZES), Backend()
+    step(layer, backend.compile(layer), 200)
+    for graph in (*backend.forward, *backend.backward):
+        nodes = [node for node in graph.nodes if str(node.target).startswith("moe_ops.")]
+        public = [node.name for node in nodes if name_of(node) in _library.OPS]
+        assert public
+        for name in public:
+            assert f"lower: {name} runs " in caplog.text

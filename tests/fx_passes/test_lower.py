@@ -25,6 +25,12 @@ def gathered(g, a, slots, offsets):
     return CAST(OPS.gather_grouped_mm_wgrad(g, slots, a, None, 2, offsets), torch.float32)
 
 
+def cast_last(rows, a, offsets):
+    w2 = OPS.grouped_mm_wgrad(rows, a, offsets)
+    rest = OPS.grouped_mm_wgrad(a, rows, offsets)
+    return CAST(w2, torch.float32), rest
+
+
 def two_readers(rows, a, offsets):
     w2 = OPS.grouped_mm_wgrad(rows, a, offsets)
     return CAST(w2, torch.float32), w2
@@ -62,6 +68,13 @@ def test_lower_rewrites(function: Any, op: str, dtype: torch.dtype) -> None:
 )
 def test_lower_finds_nothing_to_widen(function: Any, dtype: torch.dtype) -> None:
     assert find_widened_wgrads(trace(function, dtype)[0].graph) == []
+
+
+def test_lower_keeps_the_place_of_the_wgrad() -> None:
+    """Its operands would live on until the cast otherwise."""
+    module, _ = trace(cast_last, torch.bfloat16)
+    assert lower(module.graph) == 1
+    assert ops_of(module.graph) == ["grouped_mm_wgrad_f32", "grouped_mm_wgrad"]
 
 
 def test_lower_refuses_a_second_reader(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from moe_ops import kernels
 from moe_ops.kernels import native
-from moe_ops.layout import take
 from moe_ops.testing import DTYPE_NAMES, assert_close
+from tests.gpu import skip_without_library
 
 DEVICE = "cuda"
 NATIVE = "csrc/grouped_mm.cuh"
@@ -47,8 +47,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=D
 
 
 def skip_without_native() -> None:
-    if not native.available():
-        pytest.skip(f"no compiler has made the library: {native.status()}")
+    skip_without_library()
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no GPU of compute capability 9.0, for which the library is made")
 
@@ -227,40 +226,31 @@ def launch(empty: Empty, op: str, *args: Any) -> list[torch.Tensor]:
 
 
 def _launch_swiglu(empty: Empty, *args: Any) -> list[torch.Tensor]:
-    a, slots, top_k, w13, row_weights, offsets, act, limit, *scales, keep_h = args
-    num_rows, width = (a if slots is None else slots).shape[0], w13.shape[1]
+    a, _, _, w13, row_weights, offsets, act, limit, *scales, keep_h = args
+    num_rows, width = a.shape[0], w13.shape[1]
     h, out = (
         empty((num_rows if keep_h else 0, width), a.dtype),
         empty((num_rows, width // 2), a.dtype),
     )
     limit = torch.inf if limit is None else limit
     torch.ops.moe_ops_native.grouped_mm_swiglu(
-        *(a, slots, top_k, w13, row_weights, offsets, act, limit, *scales),
+        *(a, w13, row_weights, offsets, act, limit, *scales),
         *(h if keep_h else None, out),
     )
     return [h, out]
 
 
 def _launch_swiglu_backward(empty: Empty, *args: Any) -> list[torch.Tensor]:
-    g, slots, top_k, w, h, row_weights, offsets, act, limit, *scales = args
+    g, _, _, w, h, row_weights, offsets, act, limit, *scales = args
     num_rows, width = h.shape[0], w.shape[1]
     grad_h, out = empty(tuple(h.shape), h.dtype), empty((num_rows, width), h.dtype)
     parts = empty((num_rows if row_weights is not None else 0, -(-width // 256)), torch.float32)
     limit = torch.inf if limit is None else limit
     torch.ops.moe_ops_native.grouped_mm_swiglu_backward(
-        *(g, slots, top_k, w, h, row_weights, offsets, act, limit, *scales),
+        *(g, w, h, row_weights, offsets, act, limit, *scales),
         *(grad_h, out, None if row_weights is None else parts),
     )
     return [grad_h, out, parts.clone().sum(1)]
-
-
-def gathered(op: str, *args: Any, sizes: Sizes) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments of an operator with an activation that reads tokens through slots, and those that
-    give it the rows.
-    """
-    x_TI, slots = sizes.tokens()
-    rows_CI = take(x_TI, torch.where(slots < 0, -1, slots // sizes.top_k))
-    return (x_TI, slots, sizes.top_k, *args[3:]), (rows_CI, None, 1, *args[3:])
 
 
 def main() -> None:
@@ -273,10 +263,7 @@ def main() -> None:
         return torch.empty(shape, dtype=dtype, device=DEVICE)
 
     for call in CALLS.values():
-        args = call.arguments(sizes)
-        launch(empty, call.op, *args)
-        if "swiglu" in call.op:
-            launch(empty, call.op, *gathered(call.op, *args, sizes=sizes)[0])
+        launch(empty, call.op, *call.arguments(sizes))
     torch.cuda.synchronize()
 
 

@@ -12,7 +12,7 @@ from moe_ops.testing import assert_close, assert_equal
 pytest.importorskip("triton", reason="optional package triton is not installed")
 
 from moe_ops.kernels.grouped_mm_triton import grouped_mm
-from moe_ops.kernels.grouped_mm_triton_wgrad import grouped_mm_wgrad
+from moe_ops.kernels.grouped_mm_wgrad_triton import grouped_mm_wgrad
 from tests.kernels.test_grouped_mm_triton import (
     DTYPES,
     GROUPED_MM_WGRAD,
@@ -20,7 +20,6 @@ from tests.kernels.test_grouped_mm_triton import (
     check_wgrad,
     offsets_of,
     rows_of,
-    slots_of,
     values,
 )
 
@@ -63,18 +62,6 @@ def test_grouped_mm_wgrad_matches_reference_on_gpu(routing, widths, dtype) -> No
     counts, (width_o, width_i) = ROUTINGS[routing], widths
     g_CO, a_CI = rows_of(counts, width_o, dtype), rows_of(counts, width_i, dtype, seed=1)
     check_wgrad(g_CO, a_CI, offsets_of(counts))
-
-
-@pytest.mark.parametrize("routing", ["uneven", "decode"])
-@DTYPES
-def test_grouped_mm_handles_slots_on_gpu(routing, dtype) -> None:
-    counts = ROUTINGS[routing]
-    slots, offsets_L = slots_of(counts, 300 * 6), offsets_of(counts)
-    g_TO, x_TI = values(300, 520, dtype=dtype), values(300, 384, dtype=dtype, seed=1)
-    check_grouped_mm(x_TI, values(len(counts), 520, 384, dtype=dtype, seed=2), offsets_L, slots, 6)
-    check_wgrad(rows_of(counts, 520, dtype), x_TI, offsets_L, None, slots, 6)
-    check_wgrad(g_TO, rows_of(counts, 384, dtype), offsets_L, slots, None, 6)
-    check_wgrad(g_TO, x_TI, offsets_L, slots, slots, 6)
 
 
 @DTYPES
@@ -121,20 +108,17 @@ def test_grouped_mm_is_reproducible(dtype) -> None:
 
 @DTYPES
 def test_grouped_mm_replays_in_a_cuda_graph(dtype) -> None:
-    """With other offsets and slots than it was captured with; nor does it ever wait."""
+    """With other offsets than it was captured with; nor does it ever wait."""
     counts = ROUTINGS["uneven"]
     rows, offsets_L = sum(counts), offsets_of(counts)
-    a_CI, x_TI = rows_of(counts, 192, dtype), values(300, 192, dtype=dtype)
-    w_LOI, g_CO = values(8, 136, 192, dtype=dtype), rows_of(counts, 136, dtype)
-    slots = slots_of(counts, 300)
+    a_CI, g_CO = rows_of(counts, 192, dtype), rows_of(counts, 136, dtype)
+    w_LOI = values(8, 136, 192, dtype=dtype)
 
     def step() -> list[torch.Tensor]:
         return [
             grouped_mm(a_CI, w_LOI, offsets_L),
             grouped_mm(g_CO, w_LOI.mT, offsets_L),
-            grouped_mm(x_TI, w_LOI, offsets_L, slots),
             grouped_mm_wgrad(g_CO, a_CI, offsets_L),
-            grouped_mm_wgrad(g_CO, x_TI, offsets_L, None, slots),
         ]
 
     step()
@@ -149,7 +133,6 @@ def test_grouped_mm_replays_in_a_cuda_graph(dtype) -> None:
         results = step()
     for other in ([rows, 0, 0, 0, 0, 0, 0, 0], [0] * 8, [7, 0, 300, 0, 1, 500, 64, 65]):
         offsets_L.copy_(offsets_of(other))
-        slots.copy_(slots.roll(1))
         graph.replay()
         for found, wanted in zip(results, step(), strict=True):
             assert_equal("replayed", found, wanted)
@@ -168,9 +151,6 @@ def test_grouped_mm_handles_over_2_to_the_31_elements(widths) -> None:
     wgrad = grouped_mm_wgrad(c_CO, a_CI, offsets_of(counts))
     last = slice(299_000, 299_800)
     assert_close("w_LOI[2]", wgrad[2], expected_rows(c_CO[last].mT, a_CI[last].mT))
-    tokens = torch.arange(299_990, 300_000, device="cuda", dtype=torch.int32)
-    gathered = grouped_mm(a_CI, w_LOI, offsets_of([0, 10, 0]), tokens)
-    assert_close("gathered", gathered, expected_rows(a_CI[-10:], w_LOI[1]))
 
 
 def test_grouped_mm_handles_weights_of_over_2_to_the_31_elements() -> None:

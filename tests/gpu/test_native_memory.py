@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from csrc import build
 from moe_ops import kernels
 from moe_ops.nn import MoE, MoEConfig
 from moe_ops.testing import assert_close, assert_equal
-from tests.gpu import native_calls
+from tests.gpu import captured, native_calls
 from tests.gpu.native_calls import (
     CALLS,
     DEVICE,
@@ -31,7 +30,6 @@ from tests.gpu.native_calls import (
     Sizes,
     all_calls,
     argument,
-    gathered,
     is_native,
     launch,
     offsets_of,
@@ -125,17 +123,6 @@ def test_native_launch_cuts_offsets_at_the_last_row(ends: list[int], call: str) 
     check_launch(op, args, expected)
 
 
-@pytest.mark.parametrize("call", [c for c in CALLS if "swiglu" in CALLS[c].op])
-@DTYPES
-def test_native_launch_gathers_for_an_activation(dtype: torch.dtype, call: str) -> None:
-    """The operators leave that to a copy, which is faster, but the kernels can."""
-    sizes = Sizes(counts=[1, 3, 200, 0, 130], width_o=264, width_i=200, dtype=dtype)
-    op, args = CALLS[call].op, CALLS[call].arguments(sizes)
-    by_slots, by_rows = gathered(op, *args, sizes=sizes)
-    assert is_native(op, *by_rows)
-    check_launch(op, by_slots, run(op, *by_rows))
-
-
 @DTYPES
 @pytest.mark.parametrize("counts", [[0, 17, 0, 5], [1, 127, 128, 129]], ids=str)
 def test_native_wgrad_adds_in_float32(counts: list[int], dtype: torch.dtype) -> None:
@@ -172,26 +159,6 @@ def test_native_gives_the_same_bits_in_every_run(dtype: torch.dtype, call: str) 
     aside.synchronize()
 
 
-def captured(step: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], Any]:
-    """What `step` returns from a CUDA graph of it, and what replays the graph."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = step()
-    return outputs, graph.replay
-
-
 @DTYPES
 def test_native_never_waits_and_replays_with_other_routings(dtype: torch.dtype) -> None:
     sizes = Sizes(counts=[100, 0, 429, 1, 0, 70, 400, 0], tail=0, width_o=264, dtype=dtype)
@@ -220,7 +187,10 @@ def test_native_never_waits_and_replays_with_other_routings(dtype: torch.dtype) 
 LAYER = {"hidden_size": 256, "ffn_hidden_size": 136, "num_experts": 8, "top_k": 4}
 CAPACITY = {"size_mode": "capacity", "max_tokens": 256, "row_capacity": 1024}
 LAYER_OPS = {
-    *("grouped_mm_swiglu", "grouped_mm", "grouped_mm_swiglu_backward", "grouped_mm_wgrad"),
+    "grouped_mm_swiglu",
+    "grouped_mm",
+    "grouped_mm_swiglu_backward",
+    "grouped_mm_wgrad",
 }
 
 

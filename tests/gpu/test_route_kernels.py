@@ -14,12 +14,13 @@ import torch
 
 import moe_ops
 from moe_ops import _library, kernels
-from moe_ops.kernels import native
+from moe_ops.kernels import sort_slots
 from moe_ops.testing import DTYPE_NAMES, SKEWS, assert_close, assert_equal, make_ids
+from tests.gpu import skip_without_library
 
 pytest.importorskip("triton", reason="optional package triton is not installed")
 
-from moe_ops.kernels import sort_slots as sort_kernels
+from moe_ops.kernels import sort_slots_triton
 
 pytestmark = pytest.mark.gpu
 
@@ -183,15 +184,15 @@ def test_topk_route_handles_more_elements_than_int32() -> None:
 
 @pytest.fixture
 def native_only() -> None:
-    if not native.available():
-        pytest.skip("no compiler: the native kernels are not built")
+    skip_without_library()
 
 
 def check_sort(ids_TK: torch.Tensor, num_experts: int, *capacities: int | None) -> None:
     """The operator and each kernel that takes these arguments, three times."""
     arguments = ids_TK, num_experts, *(capacities or (None, None))
     wanted = reference("sort_slots")(*arguments)
-    runs = [k.run for k in sort_kernels.KERNELS["sort_slots"] if k.takes(*arguments)]
+    entries = sort_slots.KERNELS["sort_slots"] + sort_slots_triton.KERNELS["sort_slots"]
+    runs = [entry.run for entry in entries if entry.takes(*arguments)]
     for sort in (chosen("sort_slots", *arguments), *runs):
         for _ in range(3):
             for name, actual, expected in zip(NAMES, sort(*arguments), wanted):
@@ -258,7 +259,7 @@ def test_native_sort_slots_handles_chunks(max_chunks: int, num_experts: int) -> 
     ids_TK = make_ids(12_345, min(3, num_experts), num_experts, "zipf", 0.1).cuda()
     for capacities in [(None, None), (200_000, None), (None, 30_000 // num_experts)]:
         wanted = reference("sort_slots")(ids_TK, num_experts, *capacities)
-        found = sort_kernels.launch_native(ids_TK, num_experts, *capacities, max_chunks)
+        found = sort_slots.launch_native(ids_TK, num_experts, *capacities, max_chunks)
         for name, actual, expected in zip(NAMES, found, wanted):
             assert_equal(name, actual, expected)
 
@@ -273,8 +274,8 @@ def test_native_sort_slots_waits_for_ids_of_the_kernel_before() -> None:
     wanted = [reference("sort_slots")(ids, 128) for ids in order]
     found = []
     for shift in range(40):
-        sort_kernels.native_sort_slots((ids_TK + 3 * shift) % 128, 128)
-        found.append(sort_kernels.native_sort_slots((ids_TK + shift) % 128, 128))
+        sort_slots.native_sort_slots((ids_TK + 3 * shift) % 128, 128)
+        found.append(sort_slots.native_sort_slots((ids_TK + shift) % 128, 128))
     for outputs, expected in zip(found, wanted):
         for name, actual, right in zip(NAMES, outputs, expected):
             assert_equal(name, actual, right)

@@ -8,6 +8,7 @@ import torch
 import moe_ops
 from moe_ops import _library, kernels, layout
 from moe_ops.testing import DTYPE_NAMES, assert_close, assert_equal, make_ids
+from tests.gpu import captured
 from tests.ops.samples import Sizes, samples
 
 pytestmark = pytest.mark.gpu
@@ -161,21 +162,12 @@ def test_router_never_waits_for_the_device_and_replays_in_a_cuda_graph() -> None
     def step() -> Tensors:
         return *run(*tensors), layout.count(ids_TK, 128)
 
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = step()
+    outputs, replay = captured(step)
     for _ in range(3):
         tensors[0].copy_(normal(999, 128))
         tensors[1].copy_(normal(999, 512))
         ids_TK.copy_(make_ids(999, 8, 128))
-        graph.replay()
+        replay()
         for name, found, expected in zip((*NAMES, "counts"), outputs, step()):
             assert_equal(name, found, expected)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from moe_ops import _library
-from moe_ops.layout import take
 from moe_ops.testing import DTYPE_NAMES, assert_close, assert_equal
 
 from . import DEVICE
@@ -14,7 +13,7 @@ from . import DEVICE
 pytest.importorskip("triton", reason="optional package triton is not installed")
 
 from moe_ops.kernels import grouped_mm_triton as forward
-from moe_ops.kernels import grouped_mm_triton_wgrad as backward
+from moe_ops.kernels import grouped_mm_wgrad_triton as backward
 
 GROUPED_MM = _library.OPS["grouped_mm"].reference
 GROUPED_MM_WGRAD = _library.OPS["grouped_mm_wgrad"].reference
@@ -45,32 +44,17 @@ def rows_of(
     return rows
 
 
-def slots_of(counts: list[int], num_slots: int, seed: int = 0) -> torch.Tensor:
-    """A slot for each row, none for every seventh and for the tail."""
-    generator = torch.Generator().manual_seed(seed)
-    slots = torch.randint(num_slots, (sum(counts) + TAIL,), generator=generator)
-    slots[::7], slots[sum(counts) :] = -1, -1
-    return slots.int().to(DEVICE)
-
-
-def gathered(rows: torch.Tensor, slots: torch.Tensor, top_k: int) -> torch.Tensor:
-    return take(rows, torch.where(slots >= 0, slots // top_k, -1))
-
-
-def check_grouped_mm(a, w_LOI, offsets_L, slots=None, top_k=1) -> None:
-    c_CO = forward.grouped_mm(a, w_LOI, offsets_L, slots, top_k)
-    a_CI = a if slots is None else gathered(a, slots, top_k)
+def check_grouped_mm(a_CI, w_LOI, offsets_L) -> None:
+    c_CO = forward.grouped_mm(a_CI, w_LOI, offsets_L)
     expected = GROUPED_MM(a_CI.double(), w_LOI.double(), offsets_L)
-    assert c_CO.dtype == a.dtype and c_CO.is_contiguous()
+    assert c_CO.dtype == a_CI.dtype and c_CO.is_contiguous()
     assert_close("c_CO", c_CO, expected)
 
 
-def check_wgrad(g, a, offsets_L, g_slots=None, a_slots=None, top_k=1) -> None:
-    w_LOI = backward.grouped_mm_wgrad(g, a, offsets_L, g_slots, a_slots, top_k)
-    g_CO = g if g_slots is None else gathered(g, g_slots, top_k)
-    a_CI = a if a_slots is None else gathered(a, a_slots, top_k)
+def check_wgrad(g_CO, a_CI, offsets_L) -> None:
+    w_LOI = backward.grouped_mm_wgrad(g_CO, a_CI, offsets_L)
     expected = GROUPED_MM_WGRAD(g_CO.double(), a_CI.double(), offsets_L)
-    assert w_LOI.dtype == g.dtype and w_LOI.is_contiguous()
+    assert w_LOI.dtype == g_CO.dtype and w_LOI.is_contiguous()
     assert_close("w_LOI", w_LOI, expected)
 
 
@@ -125,30 +109,6 @@ def test_grouped_mm_handles_strided_rows(layout: str) -> None:
     check_grouped_mm(views[layout], values(3, 20, 24, seed=1), offsets_of(counts))
     check_wgrad(views[layout], rows_of(counts, 20), offsets_of(counts))
     check_wgrad(rows_of(counts, 20), views[layout], offsets_of(counts))
-
-
-@pytest.mark.parametrize("counts", COUNTS[1:5:2], ids=str)
-@DTYPES
-def test_grouped_mm_handles_slots(counts: list[int], dtype: torch.dtype) -> None:
-    top_k = dtype.itemsize - 1
-    x_TI, w_LOI = values(11, 24, dtype=dtype), values(len(counts), 20, 24, dtype=dtype, seed=1)
-    check_grouped_mm(x_TI, w_LOI, offsets_of(counts), slots_of(counts, 11 * top_k), top_k)
-
-
-@pytest.mark.parametrize("which", ["g", "a", "both"])
-def test_grouped_mm_wgrad_handles_slots(which: str) -> None:
-    counts, slots = [2, 0, 90, 1], slots_of([2, 0, 90, 1], 33)
-    g_slots, a_slots = (slots if which in (name, "both") else None for name in "ga")
-    g = rows_of(counts, 20) if g_slots is None else values(11, 20)
-    a = rows_of(counts, 24, seed=1) if a_slots is None else values(11, 24, seed=1)
-    check_wgrad(g, a, offsets_of(counts), g_slots, a_slots, 3)
-
-
-def test_grouped_mm_handles_no_tokens() -> None:
-    counts, x_TI = [2, 0, 70], values(0, 24)
-    slots = torch.full((75,), -1, dtype=torch.int32, device=DEVICE)
-    check_grouped_mm(x_TI, values(3, 20, 24), offsets_of(counts), slots, 2)
-    check_wgrad(rows_of(counts, 20), x_TI, offsets_of(counts), None, slots, 2)
 
 
 def test_grouped_mm_handles_no_rows() -> None:

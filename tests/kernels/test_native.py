@@ -19,6 +19,7 @@ import torch
 from csrc import build
 from moe_ops import cli
 from moe_ops.kernels import native
+from tests.gpu import skip_without_library
 
 # Notes its arguments, and writes its output or, for a source with "broken" in its name, fails.
 NVCC = """#!/bin/sh
@@ -87,7 +88,7 @@ def test_missing_library_is_one_log_line(
     with caplog.at_level(logging.INFO, native.__name__):
         assert not native.available() and not native.available()
     assert len(caplog.records) == 1
-    assert f"not built: no {tmp_path}/x.so; run `make native`" in caplog.text
+    assert f"not built: no {tmp_path}/x.so; run `python -m csrc.build`" in caplog.text
     assert native.status().startswith("not built: ")
 
 
@@ -123,7 +124,8 @@ def test_named_library_must_load(
         (tmp_path / "x.so").write_text(text)
     monkeypatch.setenv("MOE_OPS_NATIVE_LIBRARY", str(tmp_path / "x.so"))
     set_gpu(monkeypatch, True)
-    with pytest.raises(RuntimeError, match=r"MOE_OPS_NATIVE_LIBRARY: .*x\.so; .*run `make native`"):
+    problem = r"MOE_OPS_NATIVE_LIBRARY: .*x\.so; .*run `python -m csrc\.build`"
+    with pytest.raises(RuntimeError, match=problem):
         native.available()
     assert "MOE_OPS_NATIVE_LIBRARY" in native.status()
 
@@ -179,14 +181,14 @@ def test_finds_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_OPS_NVCC_FLAGS", "-DBF16_ONLY '-DA=b c'")
+    monkeypatch.setenv("MOE_OPS_NVCC_FLAGS", "-lineinfo '-DA=b c'")
     tools = build.Tools(Path("/cuda/nvcc"), Path("/python/torch"))
     assert build.compile_command(tools) == [
         *("/cuda/nvcc", "-c", "-O3", "-std=c++17", "--expt-relaxed-constexpr"),
         *("-Xcompiler", "-fPIC", "-gencode=arch=compute_90a,code=sm_90a"),
         *("-DTORCH_TARGET_VERSION=0x020b000000000000", "-DUSE_CUDA"),
         *("-I/python/torch/include", "-I/python/torch/include/torch/csrc/api/include"),
-        *("-DBF16_ONLY", "-DA=b c"),
+        *("-lineinfo", "-DA=b c"),
     ]
     link = " ".join(build.link_command(tools, [Path("a.o"), Path("b.o")], Path("x.so")))
     libraries = "-L/python/torch/lib -Xlinker --no-as-needed -ltorch"
@@ -218,7 +220,7 @@ def test_compiles_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert sources_compiled() == compiled
         os.utime(path, (0, 0))
         assert sources_compiled() == []
-    monkeypatch.setenv("MOE_OPS_NVCC_FLAGS", "-DBF16_ONLY")
+    monkeypatch.setenv("MOE_OPS_NVCC_FLAGS", "-lineinfo")
     assert sources_compiled() == ["a.cu", "b.cu"]
     paths[1].unlink()
     assert sources_compiled() == []
@@ -244,6 +246,7 @@ def test_failure_is_an_error_where_asked_for(
 
 # Packaging.
 
+TIMINGS = "moe_ops/kernels/timings.json"
 IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
 
 
@@ -289,6 +292,7 @@ def test_wheel_holds_the_library_where_nvcc_is(tree: Path, tmp_path: Path) -> No
     assert "native kernels: built: " in printed
     with zipfile.ZipFile(wheel) as files:
         assert files.read(str(build.LIBRARY)) == b"object\n"
+        assert files.read(TIMINGS) == (build.ROOT / TIMINGS).read_bytes()
         assert not [name for name in files.namelist() if ".data/" in name or "csrc" in name]
 
     # The next one, in the same tree, must not take it along.
@@ -298,6 +302,7 @@ def test_wheel_holds_the_library_where_nvcc_is(tree: Path, tmp_path: Path) -> No
     (wheel,) = (tree / "plain").iterdir()
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as files:
+        assert TIMINGS in files.namelist()
         assert not [name for name in files.namelist() if name.endswith(".so")]
         files.extractall(tmp_path / "site")
     script = "from moe_ops.kernels import native; print(native.__file__, native.status())"
@@ -359,6 +364,5 @@ def test_library_runs(tiny_library: Path) -> None:
 
 @pytest.mark.gpu
 def test_library_of_this_tree_loads() -> None:
-    if not native.available():
-        pytest.skip(f"no compiler has made the library: {native.status()}")
+    skip_without_library()
     assert torch.ops.moe_ops_native.grouped_mm.default

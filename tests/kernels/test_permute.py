@@ -138,17 +138,3 @@ def test_permute_kernels_undo_each_other() -> None:
     back_TH = kernels.unpermute(rows_CH, None, slots, rows_of)
     held_T1 = rows_of >= 0
     assert_equal("x_TH", back_TH, torch.where(held_T1, x_TH, 0))
-
-
-def test_permute_kernels_take_all_but_float64() -> None:
-    x = torch.empty(2, 3)
-    assert kernels.computes_in_float32(x, None, None, None)
-    assert not kernels.computes_in_float32(x.double(), None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("width", "block"),
-    [(1, 1), (6, 8), (768, 1024), (1408, 512), (2048, 2048), (2880, 1024), (7168, 1024)],
-)
-def test_column_block_pads_little(width: int, block: int) -> None:
-    assert kernels.column_block(width, 512, 2048) == block

@@ -13,7 +13,7 @@ from tests.kernels import DEVICE
 
 pytest.importorskip("triton", reason="optional package triton is not installed")
 
-from moe_ops.kernels import sort_slots as kernels
+from moe_ops.kernels import sort_slots_triton as kernels
 
 NAMES = ("slot_of_row_C", "row_of_slot_TK", "offsets_E")
 

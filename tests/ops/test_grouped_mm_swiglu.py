@@ -149,7 +149,7 @@ def test_grouped_mm_swiglu_rejects_bad_input(place, value, error, message) -> No
 def test_grouped_mm_swiglu_rejects_narrow_h(op: str) -> None:
     t = tensors()
     t["h"] = t["h"][:, :4]
-    with pytest.raises(ValueError, match=f"{op}: h_C2F must be .* wide, got 4 and 12"):
+    with pytest.raises(ValueError, match=f"{op}: h_C2F must be twice .* got 4 and 12"):
         overload(op)(*arguments(op, t, FORMS["swiglu"], True))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -148,7 +150,8 @@ GOOD = {"h_C2F": torch.ones(5, 4), "row_weights_C": torch.ones(5), "offsets_L": 
         ({"offsets_L": OFFSETS.long()}, TypeError, "offsets_L must be torch.int32, got"),
         ({"offsets_L": OFFSETS[:0]}, ValueError, "number of experts L must be positive, got 0"),
         ({"act": "relu"}, ValueError, r"act must be one of \['silu', 'gelu'\], got 'relu'"),
-        ({"limit": 0.0}, ValueError, "limit must be positive or None, got 0.0"),
+        ({"limit": 0.0}, ValueError, "limit must be positive and finite, or None, got 0.0"),
+        ({"limit": math.inf}, ValueError, "limit must be positive and finite, or None, got inf"),
         ({"act": "gelu", "alpha": 2.0}, ValueError, "alpha must be 1 with act='gelu', got 2.0"),
     ],
 )

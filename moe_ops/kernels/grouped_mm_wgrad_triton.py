@@ -1,9 +1,9 @@
-"""Triton grouped_mm_wgrad for any width, stride and slot map.
+"""Triton grouped_mm_wgrad for any width and stride.
 
-    w[e] = sum over rows r of e of outer(g[source of r], a[source of r])
+    w[e] = sum over rows r of e of outer(g[r], a[r])
 
-Letters and sources of rows as in `grouped_mm_triton`. One program sums one tile, `block_m` out
-features times `block_n` in features of one expert, over all rows of that expert in order.
+Letters as in `moe_ops.ops.grouped_mm`. One program sums one tile, `block_m` out features times
+`block_n` in features of one expert, over all rows of that expert in order.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .blocks import ceil_div, computes_in_float32
 from .grouped_mm_triton import (
     MANY_TILES,
     Tiles,
@@ -20,10 +21,10 @@ from .grouped_mm_triton import (
     inside,
     make_tiles,
     precision_of,
-    source_of,
     tile_of,
     wide_block,
 )
+from .kernel import Kernel
 
 
 @triton.jit
@@ -32,8 +33,6 @@ def grouped_mm_wgrad_kernel(
     a_ptr,
     w_ptr,
     offsets_ptr,
-    g_slots_ptr,
-    a_slots_ptr,
     WIDTH_O: tl.constexpr,
     WIDTH_I: tl.constexpr,
     STRIDE_G: tl.constexpr,
@@ -41,14 +40,13 @@ def grouped_mm_wgrad_kernel(
     STRIDE_WL: tl.constexpr,
     STRIDE_WO: tl.constexpr,
     STRIDE_WI: tl.constexpr,
-    TOP_K: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of w. Both operands are zero in rows that are not to be read: 0 * NaN is NaN."""
+    """One tile of w. Both operands are zero past the expert's rows: 0 * NaN is NaN."""
     num_m, num_n = tl.cdiv(WIDTH_O, BLOCK_M), tl.cdiv(WIDTH_I, BLOCK_N)
     expert = tl.program_id(0) // (num_m * num_n)
     tile_m, tile_n = tile_of(tl.program_id(0) % (num_m * num_n), num_m, num_n, 8)
@@ -61,12 +59,11 @@ def grouped_mm_wgrad_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for row in range(start, end, BLOCK_K):
         rows = row + tl.arange(0, BLOCK_K)
-        g_rows, in_g = source_of(rows, end, g_slots_ptr, TOP_K)
-        a_rows, in_a = source_of(rows, end, a_slots_ptr, TOP_K)
-        g_ptrs = g_ptr + g_rows[None, :] * STRIDE_G + outs[:, None]
-        a_ptrs = a_ptr + a_rows[:, None] * STRIDE_A + ins[None, :]
-        g = tl.load(g_ptrs, mask=in_g[None, :] & in_o[:, None], other=0.0)
-        a = tl.load(a_ptrs, mask=in_a[:, None] & in_i[None, :], other=0.0)
+        in_rows, rows = rows < end, rows.to(tl.int64)
+        g_ptrs = g_ptr + rows[None, :] * STRIDE_G + outs[:, None]
+        a_ptrs = a_ptr + rows[:, None] * STRIDE_A + ins[None, :]
+        g = tl.load(g_ptrs, mask=in_rows[None, :] & in_o[:, None], other=0.0)
+        a = tl.load(a_ptrs, mask=in_rows[:, None] & in_i[None, :], other=0.0)
         acc = tl.dot(g, a, acc, input_precision=PRECISION)
     w_ptrs = w_ptr + expert.to(tl.int64) * STRIDE_WL
     w_ptrs += outs[:, None] * STRIDE_WO + ins[None, :] * STRIDE_WI
@@ -86,10 +83,10 @@ def wgrad_tiles(
     width_o, width_i = g.shape[1], a.shape[1]
     wide = 128 if accumulate else wide_block(width_i, g.dtype)
     for block_m, block_n in ((128, wide), (128, 128), (128, 64), (64, 64)):
-        per_expert = triton.cdiv(width_o, block_m) * triton.cdiv(width_i, block_n)
+        per_expert = ceil_div(width_o, block_m) * ceil_div(width_i, block_n)
         if num_experts * per_expert >= MANY_TILES:
             break
-    rows_each = triton.cdiv(num_rows, num_experts)
+    rows_each = ceil_div(num_rows, num_experts)
     return make_tiles(block_of(width_o, block_m), block_of(width_i, block_n), rows_each, g)
 
 
@@ -97,43 +94,35 @@ def grouped_mm_wgrad(
     g_CO: torch.Tensor,
     a_CI: torch.Tensor,
     offsets_L: torch.Tensor,
-    g_slots: torch.Tensor | None = None,
-    a_slots: torch.Tensor | None = None,
-    top_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """w_LOI, contiguous, in g's dtype; with `out` (float32 [L, O, I]): `out` after adding to it.
-
-    An operand with slots (int32 [C], -1 gives a row of zeros) is g_TO or a_TI.
-    """
-    num_rows = (g_CO if g_slots is None else g_slots).shape[0]
+    """The operator `grouped_mm_wgrad`; with `out` (float32 [L, O, I]): `out` after adding to it."""
     num_experts, width_o, width_i = offsets_L.shape[0], g_CO.shape[1], a_CI.shape[1]
-    tiles = wgrad_tiles(g_CO, a_CI, num_experts, num_rows, out is not None)
+    tiles = wgrad_tiles(g_CO, a_CI, num_experts, g_CO.shape[0], out is not None)
     w_LOI = g_CO.new_empty(num_experts, width_o, width_i) if out is None else out
     if w_LOI.numel() == 0:
         return w_LOI
     g_CO, a_CI = dense_rows(g_CO), dense_rows(a_CI)
-    # The loop fetches slots ahead of rows: 2n - 1 stages are n steps of rows in flight.
-    gathered = g_slots is not None or a_slots is not None
-    num_stages = 2 * tiles.num_stages - 1 if gathered else tiles.num_stages
-    per_expert = triton.cdiv(width_o, tiles.block_m) * triton.cdiv(width_i, tiles.block_n)
+    per_expert = ceil_div(width_o, tiles.block_m) * ceil_div(width_i, tiles.block_n)
     grouped_mm_wgrad_kernel[(num_experts * per_expert,)](
         g_CO,
         a_CI,
         w_LOI,
         offsets_L.contiguous(),
-        g_slots if g_slots is None else g_slots.contiguous(),
-        a_slots if a_slots is None else a_slots.contiguous(),
         width_o,
         width_i,
         g_CO.stride(0),
         a_CI.stride(0),
         *w_LOI.stride(),
-        top_k,
         out is not None,
         precision_of(g_CO.dtype),
         **tiles.blocks,
         num_warps=tiles.num_warps,
-        num_stages=num_stages,
+        num_stages=tiles.num_stages,
     )
     return w_LOI
+
+
+KERNELS: dict[str, list[Kernel]] = {
+    "grouped_mm_wgrad": [Kernel("triton", computes_in_float32, grouped_mm_wgrad)],
+}
