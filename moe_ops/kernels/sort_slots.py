@@ -66,7 +66,7 @@ def native_sort_slots(
 
 
 def _native_takes(ids_TK: torch.Tensor, num_experts: int, *capacities: Any) -> bool:
-    most = max(ids_TK.numel(), *(capacity or 0 for capacity in capacities))
+    most = max([ids_TK.numel(), *(capacity or 0 for capacity in capacities)])
     fits = num_experts <= MAX_EXPERTS and most <= _MOST_SLOTS
     return fits and native.available() and capability(ids_TK.device) == (9, 0)
 
