@@ -21,6 +21,7 @@ from moe_ops.kernels import native
 from .fold_permute_grouped_mm import fold_permute_grouped_mm_pass, recompute_rows_pass
 from .fuse_swiglu import fuse_swiglu_pass, recompute_activation_pass
 from .lower import lower_pass
+from .split_exchange import split_exchange_pass
 
 _log = logging.getLogger(__name__)
 
@@ -40,11 +41,14 @@ class PassConfig:
     `fold_permute_grouped_mm`: expanded rows are not kept for backward, nor written where a kernel
         gathers tokens itself.
     `fuse_swiglu`: the activation runs within the matmul beside it and is not kept for backward.
+    `split_exchange`: a dispatch or combine starts as soon as it can and is waited for where its
+        results are read.
     `lower`: gradients of float32 weights under autocast stay in float32.
     """
 
     fold_permute_grouped_mm: bool = True
     fuse_swiglu: bool = True
+    split_exchange: bool = True
     lower: bool = True
 
 
@@ -89,6 +93,8 @@ def _passes(config: PassConfig) -> list[tuple[str, Pass]]:
         # Before folding, which knows the fused operators but cannot be undone to make them.
         (config.fuse_swiglu, _POST_GRAD, fuse_swiglu_pass),
         (config.fold_permute_grouped_mm, _POST_GRAD, fold_permute_grouped_mm_pass),
+        # After the fusions, so that nothing is fused across a start or a wait.
+        (config.split_exchange, _POST_GRAD, split_exchange_pass),
         # Last: it looks at what the others leave.
         (config.lower, _POST_GRAD, lower_pass),
     ]

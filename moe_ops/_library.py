@@ -22,7 +22,9 @@ class OpInfo:
     name: str
     schema: str
     module: str
+    check: Callable[..., Any]
     reference: Callable[..., Any]
+    fake: Callable[..., Any]
     has_backward: bool
 
 
@@ -102,7 +104,9 @@ def define(
     )
     torch.library.register_vmap(qualified_name, _no_vmap(name), lib=_LIBRARY)
     ops = PRIVATE_OPS if private else OPS
-    ops[name] = OpInfo(name, schema, reference.__module__, reference, backward is not None)
+    ops[name] = OpInfo(
+        name, schema, reference.__module__, check, reference, fake, backward is not None
+    )
     return _public(getattr(torch.ops.moe_ops, name).default, group_at)
 
 

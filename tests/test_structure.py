@@ -236,6 +236,7 @@ def test_op_lies_where_its_name_says(op: str) -> None:
     assert path.parent == ROOT / "moe_ops" / "ops"
     mirrors = {
         "combine": "dispatch",
+        **dict.fromkeys(("dispatch_wait", "combine_start", "combine_wait"), "dispatch_start"),
         "unpermute": "permute",
         "reduce_scatter_rows": "all_gather_rows",
         "grouped_mm_wgrad_f32": "grouped_mm",

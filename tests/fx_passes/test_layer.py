@@ -206,8 +206,14 @@ def _on_rank(rank: int, fields: dict[str, Any], expected: list[list[str]]) -> No
 # Operators of the two graphs: what is exchanged stays as it is, once.
 RANKS: dict[str, list[list[str]]] = {
     "flex": [
-        [*ROUTE[:2], "exchange_plan", "dispatch", "permute", *FORWARD, "combine"],
-        ["dispatch", *BACKWARD, "combine", *ROUTE_BACKWARD],
+        [
+            *(*ROUTE[:2], "exchange_plan", "dispatch_start", "dispatch_wait", "permute", *FORWARD),
+            *("combine_start", "combine_wait"),
+        ],
+        [
+            *("dispatch_start", "dispatch_wait", *BACKWARD, "combine_start", "combine_wait"),
+            *ROUTE_BACKWARD,
+        ],
     ],
     "alltoall": [
         [

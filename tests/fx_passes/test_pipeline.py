@@ -67,7 +67,10 @@ def test_passes_run_in_order() -> None:
     names = {hook: [run.__name__ for run in options[hook].passes] for hook in options}
     assert names == {
         JOINT: ["recompute_rows_pass", "recompute_activation_pass"],
-        HOOK: ["fuse_swiglu_pass", "fold_permute_grouped_mm_pass", "lower_pass"],
+        HOOK: [
+            *("fuse_swiglu_pass", "fold_permute_grouped_mm_pass"),
+            *("split_exchange_pass", "lower_pass"),
+        ],
     }
 
 
@@ -143,7 +146,8 @@ def test_reads_json_and_overrides_win(tmp_path: Path) -> None:
 def test_rejects_unknown_settings(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     path.write_text('{"chunks": 4}')
-    known = r"among \[fold_permute_grouped_mm, fuse_swiglu, lower, chunk_exchange\], got"
+    fields = "fold_permute_grouped_mm, fuse_swiglu, split_exchange, lower, chunk_exchange"
+    known = rf"among \[{fields}\], got"
     with pytest.raises(ValueError, match=rf"options: .*{known} fuse_all, fuse_some"):
         fx_passes.options(fuse_some=True, fuse_all=True)
     with pytest.raises(ValueError, match=rf"tuned.json: .*{known} chunks"):

@@ -242,5 +242,5 @@ def test_the_shipped_table_names_kernels() -> None:
     assert timings["NVIDIA H200"]
     for cases in timings.values():
         for case, times in cases.items():
-            known = kernels.table()[case.split(" ", 1)[0]]
+            known = {"triton", *kernels.table()[case.split(" ", 1)[0]]}  # Triton is optional
             assert times and set(times) <= set(known), case

@@ -1,0 +1,79 @@
+"""An exchange becomes a start and a wait, so that what needs neither runs between them.
+
+    rows, weights = dispatch(x, w, plan, ...)      ticket = dispatch_start(x, w, plan, ...)
+                                              ->   ...
+                                                   rows, weights = dispatch_wait(ticket, x, w, plan)
+
+and likewise combine. The start stands right after the last of its inputs, the wait right before the
+first that reads its outputs. It refuses an exchange that nothing reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .graph import add_call, add_outputs, arguments, find_calls, replace_outputs, rewrite_matches
+
+_OPS = torch.ops.moe_ops
+# Exchange -> its start, its wait, and how many of its arguments the wait takes: its tensors.
+_HALVES: dict[Any, tuple[Any, Any, int]] = {
+    _OPS.dispatch.default: (_OPS.dispatch_start.default, _OPS.dispatch_wait.default, 3),
+    _OPS.combine.default: (_OPS.combine_start.default, _OPS.combine_wait.default, 4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """`exchange`, a dispatch or combine."""
+
+    exchange: Node
+
+    @property
+    def readers(self) -> list[Node]:
+        """Nodes that read an output."""
+        return [reader for output in self.exchange.users for reader in output.users]
+
+
+def find_exchanges(graph: Graph) -> list[Match]:
+    """Every exchange, in order of kinds."""
+    return [Match(exchange) for op in _HALVES for exchange in find_calls(graph, op)]
+
+
+def why_not(match: Match) -> str | None:
+    """Why the exchange stays whole."""
+    return None if match.readers else "nothing reads its outputs"
+
+
+def rewrite(match: Match) -> None:
+    """Put the halves in its place."""
+    exchange = match.exchange
+    start_op, wait_op, num_tensors = _HALVES[exchange.target]
+    args, outputs = arguments(exchange), exchange.meta["val"]
+    with outputs[0].fake_mode:
+        ticket = outputs[0].new_empty(1, dtype=torch.int64)
+    start = add_call(_after_inputs(exchange), start_op, args, like=exchange, value=ticket)
+    place = {node: number for number, node in enumerate(exchange.graph.nodes)}
+    first = min(match.readers, key=place.__getitem__)
+    wait = add_call(first, wait_op, [start, *args[:num_tensors]], like=exchange, value=outputs)
+    replace_outputs(exchange, add_outputs(wait, first))
+
+
+def _after_inputs(node: Node) -> Node:
+    """The first place for a call with the same inputs."""
+    inputs = set(node.all_input_nodes)
+    place = next(iter(node.graph.nodes))
+    for earlier in node.graph.nodes:
+        if earlier is node:
+            return place
+        if earlier in inputs or earlier.op in ("placeholder", "get_attr"):
+            place = earlier.next
+    return place
+
+
+def split_exchange_pass(graph: Graph) -> int:
+    """The rewrite; number of exchanges."""
+    return rewrite_matches("split_exchange", graph, find_exchanges(graph), why_not, rewrite)
