@@ -74,7 +74,7 @@ def compile_command(tools: Tools) -> list[str]:
     include = tools.torch / "include"
     return [
         str(tools.nvcc),
-        *("-c", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC"),
+        *("-c", "-O3", "-std=c++17", "-Xcompiler", "-fPIC"),
         "-gencode=arch=compute_90a,code=sm_90a",
         "-DTORCH_TARGET_VERSION=0x020b000000000000",  # 2.11, the oldest that the library loads in
         "-DUSE_CUDA",

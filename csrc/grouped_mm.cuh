@@ -424,16 +424,17 @@ class GroupedMatmul {
 
   // Of eight gates at a time, all exponentials before all reciprocals, so that none is waited for. Not for kGelu.
   __device__ void load_sigmoids(const uint32_t* gates, float2 (&sigmoids)[4]) const {
-    if constexpr (kAct == Act::kGelu) return;
+    if constexpr (kAct != Act::kGelu) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 gate = hopper::unpack<T>(gates[i]);
-      sigmoids[i] = {hopper::exp2(-kLog2E * scaled(limited_gate(gate.x))),
-                     hopper::exp2(-kLog2E * scaled(limited_gate(gate.y)))};
-    }
+      for (int i = 0; i < 4; ++i) {
+        const float2 gate = hopper::unpack<T>(gates[i]);
+        sigmoids[i] = {hopper::exp2(-kLog2E * scaled(limited_gate(gate.x))),
+                       hopper::exp2(-kLog2E * scaled(limited_gate(gate.y)))};
+      }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sigmoids[i] = {hopper::reciprocal(1.0f + sigmoids[i].x), hopper::reciprocal(1.0f + sigmoids[i].y)};
+      for (int i = 0; i < 4; ++i) {
+        sigmoids[i] = {hopper::reciprocal(1.0f + sigmoids[i].x), hopper::reciprocal(1.0f + sigmoids[i].y)};
+      }
     }
   }
 

@@ -184,7 +184,7 @@ def test_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_OPS_NVCC_FLAGS", "-lineinfo '-DA=b c'")
     tools = build.Tools(Path("/cuda/nvcc"), Path("/python/torch"))
     assert build.compile_command(tools) == [
-        *("/cuda/nvcc", "-c", "-O3", "-std=c++17", "--expt-relaxed-constexpr"),
+        *("/cuda/nvcc", "-c", "-O3", "-std=c++17"),
         *("-Xcompiler", "-fPIC", "-gencode=arch=compute_90a,code=sm_90a"),
         *("-DTORCH_TARGET_VERSION=0x020b000000000000", "-DUSE_CUDA"),
         *("-I/python/torch/include", "-I/python/torch/include/torch/csrc/api/include"),
