@@ -19,10 +19,10 @@ from torch.fx import Graph, Node
 from .graph import add_call, add_outputs, arguments, find_calls, replace_outputs, rewrite_matches
 
 _OPS = torch.ops.moe_ops
-# Exchange -> its start, its wait, and how many of its arguments the wait takes: its tensors.
-_HALVES: dict[Any, tuple[Any, Any, int]] = {
-    _OPS.dispatch.default: (_OPS.dispatch_start.default, _OPS.dispatch_wait.default, 3),
-    _OPS.combine.default: (_OPS.combine_start.default, _OPS.combine_wait.default, 4),
+# Exchange -> its start and its wait.
+_HALVES: dict[Any, tuple[Any, Any]] = {
+    _OPS.dispatch.default: (_OPS.dispatch_start.default, _OPS.dispatch_wait.default),
+    _OPS.combine.default: (_OPS.combine_start.default, _OPS.combine_wait.default),
 }
 
 
@@ -51,7 +51,8 @@ def why_not(match: Match) -> str | None:
 def rewrite(match: Match) -> None:
     """Put the halves in its place."""
     exchange = match.exchange
-    start_op, wait_op, num_tensors = _HALVES[exchange.target]
+    start_op, wait_op = _HALVES[exchange.target]
+    num_tensors = len(wait_op._schema.arguments) - 1  # beside the ticket
     args, outputs = arguments(exchange), exchange.meta["val"]
     with outputs[0].fake_mode:
         ticket = outputs[0].new_empty(1, dtype=torch.int64)
