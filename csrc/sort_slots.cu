@@ -3,8 +3,6 @@
 // Slots are cut into chunks of whole tiles, one chunk a CTA. The first kernel counts the experts of each chunk. In the
 // second every CTA sorts a tile in shared memory, adds up the counts of all chunks, so that it knows the rows of its
 // own slots, and writes both maps. Its first tile is sorted while the first kernel still runs.
-//
-// The slots of a tile lie in the order warp, step, lane. Thread e looks after expert e.
 
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/library.h>
@@ -16,27 +14,16 @@
 #include <cstdint>
 
 #include "device.h"
+#include "slots.cuh"
 
-namespace moe_ops {
+namespace moe_ops::slots {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr unsigned kAllLanes = 0xFFFFFFFF;
-constexpr int kLanes = 32;
-constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / kLanes;
-constexpr int kSteps = 4;
-constexpr int kTile = kThreads * kSteps;
-constexpr int kMaxExperts = kThreads;
 constexpr int kMaxChunks = 1024;
-constexpr int kCountsAtOnce = 8;              // loads in flight of a thread
-constexpr int kMaxIndex = 1 << 30;            // of slots and of rows, so that the sum of two fits an int
-constexpr int kNone = -1;                     // no expert, no row, no slot
-constexpr int kPlainSharedBytes = 48 * 1024;  // what a kernel gets without asking
-
-static_assert(kWarps == kLanes, "a warp's lanes hold one number a warp");
+constexpr int kMaxIndex = 1 << 30;  // of slots and of rows, so that the sum of two fits an int
 
 template <typename Id>
 struct Slots {
@@ -59,39 +46,6 @@ struct Rows {
   __device__ int end(int expert) const { return padded() ? (expert + 1) * expert_capacity : num_rows; }
 };
 
-struct Shared {
-  int warp_sums[kWarps];
-  int shift[kMaxExperts];   // an expert's row of a slot - the slot's place in the sorted tile
-  int totals[kMaxExperts];  // slots of an expert
-  int2 partial[kThreads];   // (before, total) of some of the chunks
-  unsigned sorted[kTile];   // expert * kTile + slot of the tile
-  // [kWarps][num_experts]: slots of a warp, then where they start in the sorted tile.
-  __device__ uint16_t* starts() { return reinterpret_cast<uint16_t*>(this + 1); }
-
-  static int bytes(int num_experts) { return sizeof(Shared) + kWarps * num_experts * sizeof(uint16_t); }
-};
-
-static_assert(sizeof(Shared) % sizeof(uint4) == 0 && kWarps * sizeof(uint16_t) % sizeof(uint4) == 0,
-              "starts are cleared as uint4");
-
-// A tile as one thread sees it.
-struct Tile {
-  int experts[kSteps];  // of its slots, or kNone
-  int places[kSteps];   // of its slots in the sorted tile
-  int start, count;     // of its expert in the sorted tile
-  int num_held;         // slots with an expert
-};
-
-__device__ int lane() { return threadIdx.x % kLanes; }
-__device__ int warp() { return threadIdx.x / kLanes; }
-__device__ int slot_of_tile(int step) { return (warp() * kSteps + step) * kLanes + lane(); }
-
-// Lets the next kernel in the stream start now, rather than when this one ends.
-__device__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// Until the kernel before this one has ended and what it wrote can be read.
-__device__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 template <typename Id>
 __device__ void load_experts(const Slots<Id>& slots, int tile, int end, int (&experts)[kSteps]) {
   Id ids[kSteps];
@@ -104,112 +58,6 @@ __device__ void load_experts(const Slots<Id>& slots, int tile, int end, int (&ex
   for (int step = 0; step < kSteps; ++step) {
     experts[step] = ids[step] >= 0 && ids[step] < slots.num_experts ? static_cast<int>(ids[step]) : kNone;
   }
-}
-
-// The sum of `value` over the threads before this one, and over all. A barrier must lie between two calls.
-__device__ int exclusive_scan(int value, Shared& shared, int& total) {
-  int sum = value;
-#pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) {
-    const int left = __shfl_up_sync(kAllLanes, sum, distance);
-    if (lane() >= distance) sum += left;
-  }
-  if (lane() == kLanes - 1) shared.warp_sums[warp()] = sum;
-  __syncthreads();
-  const int other = shared.warp_sums[lane()];
-  total = __reduce_add_sync(kAllLanes, other);
-  return __reduce_add_sync(kAllLanes, lane() < warp() ? other : 0) + sum - value;
-}
-
-// Places become those among the warp's slots of the same expert, and starts() the number of these.
-__device__ void rank_in_warp(int num_experts, Shared& shared, Tile& tile) {
-  uint16_t* const counts = shared.starts() + warp() * num_experts;
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int expert = tile.experts[step];
-    const unsigned peers = __match_any_sync(kAllLanes, expert);
-    const unsigned peers_before = peers & ((1u << lane()) - 1);
-    const int before = expert == kNone ? 0 : counts[expert];
-    __syncwarp();
-    if (expert != kNone && peers_before == 0) counts[expert] = static_cast<uint16_t>(before + __popc(peers));
-    __syncwarp();
-    tile.places[step] = before + __popc(peers_before);
-  }
-}
-
-// From the numbers of an expert's slots in each warp to where these start.
-__device__ void counts_to_starts(uint16_t* starts, int num_experts, int start) {
-#pragma unroll
-  for (int warp = 0; warp < kWarps; warp += kCountsAtOnce) {
-    int counts[kCountsAtOnce];
-#pragma unroll
-    for (int i = 0; i < kCountsAtOnce; ++i) counts[i] = starts[(warp + i) * num_experts];
-#pragma unroll
-    for (int i = 0; i < kCountsAtOnce; ++i) {
-      starts[(warp + i) * num_experts] = static_cast<uint16_t>(start);
-      start += counts[i];
-    }
-  }
-}
-
-// Sorts a tile by expert in shared memory; nobody may still be reading shared.sorted. A barrier must follow.
-__device__ void sort_tile(int num_experts, Shared& shared, Tile& tile) {
-  uint4* const words = reinterpret_cast<uint4*>(shared.starts());
-  constexpr int kWordsPerExpert = kWarps * sizeof(uint16_t) / sizeof(uint4);
-  for (int i = threadIdx.x; i < num_experts * kWordsPerExpert; i += kThreads) words[i] = uint4{};
-  __syncthreads();
-  rank_in_warp(num_experts, shared, tile);
-  __syncthreads();
-
-  const int expert = threadIdx.x;
-  uint16_t* const starts = shared.starts() + expert;  // of the warps, num_experts apart
-  tile.count = 0;
-  if (expert < num_experts) {
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) tile.count += starts[i * num_experts];
-  }
-  tile.start = exclusive_scan(tile.count, shared, tile.num_held);
-  if (expert < num_experts) counts_to_starts(starts, num_experts, tile.start);
-  __syncthreads();
-
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    if (tile.experts[step] == kNone) continue;
-    tile.places[step] += shared.starts()[warp() * num_experts + tile.experts[step]];
-    shared.sorted[tile.places[step]] = tile.experts[step] * kTile + slot_of_tile(step);
-  }
-}
-
-// Slots of this thread's expert in the chunks before this CTA's (x) and in all (y).
-__device__ int2 add_up(const int* counts, int num_experts, int num_chunks, Shared& shared) {
-  // With few experts several threads share one's chunks.
-  const int num_parts = min(kThreads / num_experts, kLanes);
-  const int part = int(threadIdx.x) / num_experts, expert = int(threadIdx.x) % num_experts;
-  int2 sum{};
-  for (int first = part; part < num_parts && first < num_chunks; first += kCountsAtOnce * num_parts) {
-    int loaded[kCountsAtOnce];
-#pragma unroll
-    for (int i = 0; i < kCountsAtOnce; ++i) {
-      const int chunk = first + i * num_parts;
-      loaded[i] = chunk < num_chunks ? __ldcg(counts + chunk * num_experts + expert) : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kCountsAtOnce; ++i) {
-      if (first + i * num_parts < int(blockIdx.x)) sum.x += loaded[i];
-      sum.y += loaded[i];
-    }
-  }
-  shared.partial[threadIdx.x] = sum;
-  __syncthreads();
-  sum = {};
-  if (int(threadIdx.x) < num_experts) {
-    for (int i = 0; i < num_parts; ++i) {
-      const int2 other = shared.partial[i * num_experts + threadIdx.x];
-      sum.x += other.x;
-      sum.y += other.y;
-    }
-  }
-  return sum;
 }
 
 // Both maps for the slots of a tile, of which shared.shift says the rows.
@@ -278,13 +126,14 @@ __global__ void __launch_bounds__(kThreads) place_kernel(Slots<Id> slots, const 
   sort_tile(slots.num_experts, shared, tile);
 
   wait_for_previous_kernel();
-  const int2 sum = add_up(counts, slots.num_experts, slots.num_chunks, shared);
+  const Sums sums = add_up(counts, slots.num_experts, slots.num_chunks, blockIdx.x, blockIdx.x, shared);
   int num_held;
-  int next_row = sum.x + exclusive_scan(sum.y, shared, num_held);
-  shared.totals[expert] = sum.y;
+  int next_row = sums.first + exclusive_scan(sums.all, shared, num_held);
+  shared.totals[expert] = sums.all;
   if (expert < slots.num_experts) {
-    if (rows.padded()) next_row = sum.x + expert * rows.expert_capacity;
-    if (blockIdx.x == 0) rows.offsets[expert] = rows.padded() ? rows.end(expert) : min(next_row + sum.y, rows.num_rows);
+    if (rows.padded()) next_row = sums.first + expert * rows.expert_capacity;
+    if (blockIdx.x == 0)
+      rows.offsets[expert] = rows.padded() ? rows.end(expert) : min(next_row + sums.all, rows.num_rows);
   }
 
   while (true) {
@@ -300,27 +149,12 @@ __global__ void __launch_bounds__(kThreads) place_kernel(Slots<Id> slots, const 
   clear_unused_rows(rows, shared, num_held);
 }
 
-template <typename... Parameters>
-void launch(void (*kernel)(Parameters...), int ctas, int shared_bytes, bool starts_early, cudaStream_t stream,
-            Parameters... arguments) {
-  if (shared_bytes > kPlainSharedBytes) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-               "cudaFuncSetAttribute");
-  }
-  cudaLaunchAttribute attributes[2]{};
-  // The same for both kernels, so that an SM can run both at once.
-  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = ctas;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = starts_early ? 2 : 1;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), "the launch of sort_slots");
+// Makes an SM keep as much shared memory as it can for `kernel`.
+template <typename Kernel>
+void share_memory(Kernel* kernel) {
+  check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+      "cudaFuncSetAttribute");
 }
 
 template <typename Id>
@@ -334,9 +168,12 @@ void launch_both(Slots<Id> slots, const Rows& rows, const Tensor& workspace, cud
   int* const counts = workspace.mutable_data_ptr<int>();
   // CTAs without a chunk help with the rows that get no slot.
   const int ctas = std::max(slots.num_chunks, std::min(ceil_div(rows.num_rows, kTile), max_chunks));
-  launch<Slots<Id>, int*>(count_kernel<Id>, slots.num_chunks, 0, false, stream, slots, counts);
-  launch<Slots<Id>, const int*, Rows>(place_kernel<Id>, ctas, Shared::bytes(slots.num_experts), true, stream, slots,
-                                      counts, rows);
+  // The same for both, so that an SM can run both at once.
+  share_memory(count_kernel<Id>);
+  share_memory(place_kernel<Id>);
+  launch(count_kernel<Id>, slots.num_chunks, kThreads, 0, Start::kPlain, stream, slots, counts);
+  launch(place_kernel<Id>, ctas, kThreads, Shared::bytes(slots.num_experts), Start::kEarly, stream, slots, counts,
+         rows);
 }
 
 // The operator sort_slots, ids and outputs contiguous; expert_capacity -1 for none. The workspace, int32, holds a count
@@ -370,4 +207,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {
 STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) { m.impl("sort_slots", TORCH_BOX(&sort_slots)); }
 
 }  // namespace
-}  // namespace moe_ops
+}  // namespace moe_ops::slots

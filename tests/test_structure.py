@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "_library": {"comm", "kernels"},  # inside `define`, since both may import it
     "checks": {"_library"},
     "layout": {"_library", "checks"},
-    "comm": {"_library", "checks", "layout"},
+    "comm": {"_library", "checks", "layout", "kernels"},
     "kernels": {"root", "ops", *_PLAIN},
     "ops": _PLAIN,
     "root": {"ops", *_PLAIN},
@@ -52,7 +52,13 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "fx_passes": {"root", "ops", *_PLAIN},
 }
-LAZY_ONLY = {("_library", "comm"), ("_library", "kernels"), ("demo", "fx_passes"), ("cli", "demo")}
+LAZY_ONLY = {
+    ("_library", "comm"),
+    ("_library", "kernels"),
+    ("comm", "kernels"),
+    ("demo", "fx_passes"),
+    ("cli", "demo"),
+}
 OPTIONAL_PACKAGES = {"demo": {"matplotlib", "tqdm"}, "kernels": {"triton"}}
 
 # The public `dispatch` makes the plan, then calls the operator.

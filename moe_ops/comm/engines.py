@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from . import nvlink
 from .agreement import agree
-from .groups import backend_of, group_name_of, resolve
+from .groups import backend_of, group_name_of, group_rank, resolve
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ def available_engines() -> dict[str, str]:
     return {
         "gloo": "available" if gloo else "torch was built without gloo",
         "nccl": "available" if nccl else "needs a CUDA build of torch and a GPU",
+        "nvlink": nvlink.unavailable() or "available",
     }
 
 
@@ -33,7 +35,9 @@ def engine(group: dist.ProcessGroup | str | None) -> str:
     group.
     """
     name = group_name_of(group)
-    return backend_of(resolve(name)) if name else "none"
+    if not name:
+        return "none"
+    return "nvlink" if nvlink.workspace(name) else backend_of(resolve(name))
 
 
 def setup(
@@ -45,6 +49,7 @@ def setup(
     dtype: torch.dtype,
     num_sms: int | None = None,
     timeout_s: float = 60,
+    window_bytes: int | None = None,
 ) -> str:
     """Prepare `group` for exchanges of up to `max_tokens` rows of `hidden_size` values a rank;
     returns the engine.
@@ -54,8 +59,12 @@ def setup(
 
     Args:
         engine: "auto", or a name from `available_engines()`. MOE_OPS_ENGINE replaces "auto" only.
-        num_sms: multiprocessors an engine with kernels of its own may use.
+            "auto" takes `nvlink` where all ranks are GPUs of one host that reach each other, else
+            the group's backend.
+        num_sms: multiprocessors an engine with kernels of its own may use; None: 16.
         timeout_s: seconds after which a collective that a rank does not join fails.
+        window_bytes: memory of each rank in which `nvlink` places what `dispatch` returns, which
+            spares it a copy; None: room for 4 outputs of the greatest size.
 
     Raises:
         ValueError: on every rank, if ranks disagree, a value is out of range, or the named engine
@@ -65,23 +74,60 @@ def setup(
     wanted = os.environ.get("MOE_OPS_ENGINE", "auto") if engine == "auto" else engine
     backend = backend_of(resolve(name)) if name else "none"
 
+    sizes = {"max_tokens": max_tokens, "hidden_size": hidden_size, "num_sms": num_sms}
+    limits = {"timeout_s": timeout_s, "window_bytes": window_bytes}
+
     def check() -> tuple[object, ...]:
-        for what, value in (("max_tokens", max_tokens), ("hidden_size", hidden_size)):
-            if value < 1:
-                raise ValueError(f"setup: {what} must be positive, got {value}")
-        if num_sms is not None and num_sms < 1:
-            raise ValueError(f"setup: num_sms must be positive or None, got {num_sms}")
-        if timeout_s <= 0:
-            raise ValueError(f"setup: timeout_s must be positive, got {timeout_s}")
-        if wanted not in ("auto", backend):
-            raise ValueError(
-                f"setup: engine must be 'auto' or one that can carry this group, got {wanted!r}; "
-                f"the group's backend is {backend!r}, engines: {available_engines()}"
-            )
-        return wanted, max_tokens, hidden_size, dtype, num_sms, timeout_s
+        _check(sizes, limits, wanted, backend)
+        return wanted, sizes, dtype, limits
 
     if name and timeout_s > 0:  # before `agree`, so that it waits no longer itself
         c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), resolve(name))
     agree("setup", name, check)
-    _log.info("group %r: exchanges run on %s", name, backend)
+    chosen = _choose(name, wanted, backend, dtype)
+    if chosen == "nvlink":
+        nvlink.create(
+            name,
+            max_tokens=max_tokens,
+            row_bytes=hidden_size * dtype.itemsize,
+            num_sms=num_sms,
+            timeout_s=timeout_s,
+            window_bytes=window_bytes,
+        )
+    _log.info("group %r: exchanges run on %s", name, chosen)
+    return chosen
+
+
+def _check(
+    sizes: dict[str, int | None], limits: dict[str, float | None], wanted: str, backend: str
+) -> None:
+    for what, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"setup: {what} must be positive, got {value}")
+    timeout_s, window_bytes = limits.values()
+    if not timeout_s or timeout_s <= 0:
+        raise ValueError(f"setup: timeout_s must be positive, got {timeout_s}")
+    if window_bytes is not None and window_bytes < 0:
+        raise ValueError(f"setup: window_bytes must not be negative, got {window_bytes}")
+    if wanted not in ("auto", "nvlink", backend):
+        raise ValueError(
+            f"setup: engine must be 'auto' or one that can carry this group, got {wanted!r}; "
+            f"the group's backend is {backend!r}, engines: {available_engines()}"
+        )
+
+
+def _choose(name: str, wanted: str, backend: str, dtype: torch.dtype) -> str:
+    """The engine, the same on every rank. Collective."""
+    if wanted == backend or (wanted == "auto" and backend != "nccl"):
+        return backend
+    if backend == "nccl":
+        why = nvlink.obstacle(name, dtype)
+    else:
+        why = f"its backend is {backend!r}, not 'nccl'"
+    if why is None:
+        return "nvlink"
+    if wanted == "nvlink":
+        raise ValueError(f"setup: engine 'nvlink' cannot carry group {name!r}: {why}")
+    if group_rank(name) == 0:
+        _log.info("group %r: falls back from nvlink to %s: %s", name, backend, why)
     return backend

@@ -17,7 +17,7 @@ from .kernel import Kernel, has_triton
 
 # Modules with a dict KERNELS: operator -> its kernels, in order of preference. Those of the second
 # list are written in Triton and serve only where it is installed.
-_MODULES = ["grouped_mm", "grouped_mm_swiglu", "router_linear", "sort_slots"]
+_MODULES = ["exchange_nvlink", "grouped_mm", "grouped_mm_swiglu", "router_linear", "sort_slots"]
 _TRITON_MODULES = [
     "grouped_mm_triton",
     "grouped_mm_wgrad_triton",

@@ -105,8 +105,11 @@ def test_setup_without_a_group() -> None:
 
 
 def test_engine_from_the_environment_replaces_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_OPS_ENGINE", "pigeon")
+    with pytest.raises(ValueError, match=r"setup: engine must be .*, got 'pigeon'"):
+        comm.setup(None, **WORLD_SETUP)
     monkeypatch.setenv("MOE_OPS_ENGINE", "nvlink")
-    with pytest.raises(ValueError, match=r"setup: engine must be .*, got 'nvlink'"):
+    with pytest.raises(ValueError, match=r"'nvlink' cannot carry .* its backend is 'none'"):
         comm.setup(None, **WORLD_SETUP)
     assert comm.setup(None, **WORLD_SETUP, engine="none") == "none"
 
@@ -116,4 +119,4 @@ def test_group_that_does_not_exist() -> None:
         comm.engine("nobody")
     with pytest.raises(TypeError, match=r"group: must be a ProcessGroup .*, got 3"):
         comm.group_name_of(3)
-    assert set(comm.available_engines()) == {"gloo", "nccl"}
+    assert set(comm.available_engines()) == {"gloo", "nccl", "nvlink"}

@@ -1,0 +1,191 @@
+// What kernels of several GPUs share: the workspace that every rank maps, bounded waits, and faults.
+//
+// Each rank owns one workspace, laid out alike, and has mapped the others'. A kernel waits on words of its own
+// workspace alone; peers write them. A kernel that waits too long, or meets a peer that does something else, records
+// the fault in pinned memory, prints it, and traps: nothing hangs, and no wrong row is handed out.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstdio>
+
+namespace moe_ops::exchange {
+
+constexpr int kMaxRanks = 8;
+constexpr int kMaxTopK = 32;
+constexpr int kLanes = 32;
+constexpr unsigned kAllLanes = 0xFFFFFFFF;
+constexpr int kNone = -1;
+constexpr int kIdSenders = 16;  // CTAs that deliver ids
+
+// Settings that ranks must share, and how many exchanges came before: (digest << 32) | epoch.
+using Tag = uint64_t;
+
+// A word that says that a CTA's part of a rank's ids is here.
+struct IdsArrived {
+  static constexpr int kEpochBits = 16, kDigestBits = 24, kTokensBits = 24;
+
+  __host__ __device__ static uint64_t word(uint32_t epoch, uint32_t digest, int64_t tokens) {
+    return (epoch & ((1u << kEpochBits) - 1)) | (uint64_t{digest & ((1u << kDigestBits) - 1)} << kEpochBits) |
+           (static_cast<uint64_t>(tokens) << (kEpochBits + kDigestBits));
+  }
+  __device__ static uint32_t epoch(uint64_t word) { return word & ((1u << kEpochBits) - 1); }
+  __device__ static uint32_t digest(uint64_t word) { return (word >> kEpochBits) & ((1u << kDigestBits) - 1); }
+  __device__ static int tokens(uint64_t word) { return static_cast<int>(word >> (kEpochBits + kDigestBits)); }
+};
+
+// From one rank to another.
+struct Mail {
+  uint64_t target;  // where in the receiver's workspace its rows go
+  Tag tag;
+};
+
+struct Control {
+  Mail mail[kMaxRanks];
+  uint32_t epoch, ctas_done;                       // of exchanges of rows; CTAs of the running one that are through
+  uint32_t plan_epoch, plan_ctas_done;             // of plans; CTAs that have counted, of all plans so far
+  uint64_t ids_arrived[2][kMaxRanks][kIdSenders];  // by parity of the epoch; an IdsArrived from each CTA that delivers
+  uint32_t weights_arrived[kMaxRanks];             // CTAs that delivered weights, of all exchanges so far
+  uint32_t weights_expected;                       // of each peer, before the running exchange
+  uint32_t faulty;                                 // whether a thread has taken charge of the fault
+};
+
+enum FaultCode : int64_t { kLate = 1, kOtherSettings = 2, kTooManyTokens = 3, kBadIds = 4 };
+
+// Kernel parameter. The tensor `world` of Python (moe_ops/comm/nvlink.py) holds the same numbers.
+struct World {
+  int64_t rank, num_ranks, max_tokens, max_row_bytes, num_sms, num_plan_ctas, timeout_ns;
+  int64_t* fault;  // pinned: code, peer, expected, seen
+  uint8_t* bases[kMaxRanks];
+
+  __host__ __device__ int64_t max_copies() const { return num_ranks * max_tokens; }
+  __host__ __device__ static int64_t flags_at() { return (sizeof(Control) + 255) / 256 * 256; }
+  __host__ __device__ int64_t ids_at() const { return flags_at() + (max_copies() * 4 + 255) / 256 * 256; }
+  __host__ __device__ int64_t weights_at() const { return ids_at() + 2 * max_copies() * kMaxTopK * int64_t(2); }
+  __host__ __device__ int64_t inbox_at() const { return weights_at() + max_copies() * kMaxTopK * int64_t(4); }
+  __host__ __device__ int64_t num_bytes() const { return inbox_at() + max_copies() * max_row_bytes; }
+
+  __device__ Control& control(int peer) const { return *reinterpret_cast<Control*>(bases[peer]); }
+  __device__ Control& control() const { return control(rank); }
+  // One word a row that a peer delivers: the epoch of the exchange that delivered it last.
+  __device__ uint32_t* flags(int peer) const { return reinterpret_cast<uint32_t*>(bases[peer] + flags_at()); }
+  // Experts [max_tokens, K] of each rank, 16 bits each, two sets by the parity of the plan's epoch.
+  __device__ int16_t* ids(int peer, uint32_t epoch, int source) const {
+    return reinterpret_cast<int16_t*>(bases[peer] + ids_at()) +
+           ((epoch & 1) * num_ranks + source) * max_tokens * kMaxTopK;
+  }
+  __device__ float* weights(int peer) const { return reinterpret_cast<float*>(bases[peer] + weights_at()); }
+  __device__ uint8_t* inbox(int peer) const { return bases[peer] + inbox_at(); }
+};
+
+__device__ inline uint64_t nanoseconds() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+
+__device__ inline uint32_t load_acquire(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ inline uint64_t load_acquire(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ inline void store_release(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ inline void store_release(uint64_t* word, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ inline void store_relaxed(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ inline void add_release(uint32_t* word, uint32_t value) {
+  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ inline Tag tag_of(uint32_t digest, uint32_t epoch) { return (uint64_t{digest} << 32) | epoch; }
+
+// Whether `seen` counts as many exchanges as `epoch`, or more.
+__device__ inline bool reached(uint32_t seen, uint32_t epoch) { return static_cast<int32_t>(seen - epoch) >= 0; }
+
+__device__ inline void fail(const World& world, const char* what, FaultCode code, int peer, uint64_t expected,
+                            uint64_t seen) {
+  if (atomicExch(&world.control().faulty, 1) == 0) {
+    world.fault[1] = peer;
+    world.fault[2] = static_cast<int64_t>(expected);
+    world.fault[3] = static_cast<int64_t>(seen);
+    __threadfence_system();
+    *static_cast<volatile int64_t*>(world.fault) = code;
+    const char* const why = code == kLate            ? "waited too long for"
+                            : code == kOtherSettings ? "was called with other settings by"
+                            : code == kTooManyTokens ? "got more tokens than the group was set up for from"
+                                                     : "got ids that are no experts from";
+    printf("moe_ops: %s on rank %d %s rank %d: expected %llu, seen %llu\n", what, int(world.rank), why, peer,
+           static_cast<unsigned long long>(expected), static_cast<unsigned long long>(seen));
+    __threadfence_system();
+  } else {
+    const uint64_t start = nanoseconds();  // for the thread that reports
+    while (nanoseconds() - start < 100'000'000) __nanosleep(1000);
+  }
+  __trap();
+}
+
+// Until `done()`; `late()`, which fails, once that takes longer than the workspace allows.
+template <typename Done, typename Late>
+__device__ void wait_until(const World& world, Done done, Late late) {
+  constexpr int kPolls = 16;  // between two looks at the clock
+  uint64_t start = 0;
+  while (true) {
+    for (int i = 0; i < kPolls; ++i) {
+      if (done()) return;
+    }
+    const uint64_t now = nanoseconds();
+    if (start == 0) start = now;
+    if (now - start > static_cast<uint64_t>(world.timeout_ns)) late();
+  }
+}
+
+// For `number_of(*word)`, which a peer sets, to be `epoch`.
+template <typename Word, typename NumberOf>
+__device__ void wait_for(const World& world, const char* what, int peer, const Word* word, uint32_t epoch,
+                         NumberOf number_of) {
+  wait_until(
+      world, [=] { return number_of(load_acquire(word)) == epoch; },
+      [=] { fail(world, what, kLate, peer, epoch, number_of(load_acquire(word))); });
+}
+
+__device__ inline void wait_for(const World& world, const char* what, int peer, const uint32_t* word, uint32_t epoch) {
+  wait_for(world, what, peer, word, epoch, [](uint32_t number) { return number; });
+}
+
+// For a count of a peer's to reach `expected`.
+__device__ inline void wait_for_count(const World& world, const char* what, int peer, const uint32_t* count,
+                                      uint32_t expected) {
+  wait_until(
+      world, [=] { return reached(load_acquire(count), expected); },
+      [=] { fail(world, what, kLate, peer, expected, load_acquire(count)); });
+}
+
+// For a peer's tag of this epoch. A later one is as good: it means that the peer needs nothing more of this exchange.
+__device__ inline void wait_for_tag(const World& world, const char* what, int peer, const Tag* word, Tag tag) {
+  const uint32_t epoch = static_cast<uint32_t>(tag);
+  wait_until(
+      world, [=] { return reached(static_cast<uint32_t>(load_acquire(word)), epoch); },
+      [=] { fail(world, what, kLate, peer, epoch, static_cast<uint32_t>(load_acquire(word))); });
+  const Tag seen = load_acquire(word);
+  if (static_cast<uint32_t>(seen) == epoch && seen != tag) {
+    fail(world, what, kOtherSettings, peer, tag >> 32, seen >> 32);
+  }
+}
+
+}  // namespace moe_ops::exchange

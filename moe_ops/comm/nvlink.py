@@ -1,0 +1,195 @@
+"""The engine `nvlink`: GPUs of one host write to each other's memory (csrc/exchange*.cu).
+
+Every rank of a group owns a workspace, symmetric memory of PyTorch's that all ranks have mapped:
+flags and small messages, an inbox for rows, and a window in which `dispatch` places its outputs, so
+that peers write rows where they stay. Where the window has no room, and while a CUDA graph is
+captured, rows go through the inbox: a copy more.
+"""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .groups import group_rank, resolve
+from .window import Window
+
+MAX_RANKS = 8
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAN_CTAS = 128  # that run at once on any GPU of compute capability 9.0
+DEFAULT_SMS = 16
+DEFAULT_WINDOW_OUTPUTS = 4  # of the greatest size
+_NUMBERS = 8  # of `World` in csrc/exchange.cuh, before the addresses
+_FAULTS = {
+    1: "rank {peer} did not arrive: expected {expected}, seen {seen}",
+    2: "rank {peer} called another operator, or with other settings",
+    3: "rank {peer} has more tokens than max_tokens = {expected} of setup",
+    4: "rank {peer} has ids that are neither -1 nor experts, {seen} in all",
+}
+
+
+class Workspace:
+    """What this rank's kernels need to exchange with the group's other ranks.
+
+    `world` is an int64 tensor on the CPU that kernels read: `World` of csrc/exchange.cuh.
+    """
+
+    memory: torch.Tensor
+    window: Window
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        *,
+        max_tokens: int,
+        row_bytes: int,
+        num_sms: int = DEFAULT_SMS,
+        timeout_s: float = 60,
+        num_plan_ctas: int = PLAN_CTAS,
+    ) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.max_tokens, self.row_bytes = max_tokens, row_bytes
+        self.num_plan_ctas = num_plan_ctas
+        self.fault = torch.zeros(4, dtype=torch.int64, pin_memory=True)
+        sizes = [rank, num_ranks, max_tokens, row_bytes, num_sms, num_plan_ctas]
+        rest = [int(timeout_s * 1e9), self.fault.data_ptr(), *[0] * num_ranks]
+        self.world = torch.tensor([*sizes, *rest], dtype=torch.int64)
+        self._last: _Launch | None = None
+
+    def num_bytes(self) -> int:
+        """Bytes of a rank's memory, without a window."""
+        return int(torch.ops.moe_ops_native.exchange_workspace_bytes(self.world))
+
+    def use(self, memory: torch.Tensor, addresses: list[int]) -> None:
+        """Start with `memory`, uint8, on this rank, and the addresses of all ranks' as seen from
+        here. A window is what it has beyond `num_bytes()`.
+        """
+        inbox_bytes = self.num_ranks * self.max_tokens * self.row_bytes
+        memory[: self.num_bytes() - inbox_bytes].zero_()
+        self.memory = memory
+        self.window = Window(memory[self.num_bytes() :])
+        self.world[_NUMBERS:] = torch.tensor(addresses)
+
+    def enter(self) -> torch.Tensor:
+        """`world`, for a kernel that is launched next: it runs after the group's earlier ones, on
+        whatever stream these were launched.
+
+        Raises:
+            RuntimeError: an earlier exchange failed.
+        """
+        if self.fault[0].item():
+            raise RuntimeError(f"nvlink: an exchange of rank {self.rank} failed: {self.why()}")
+        stream = torch.cuda.current_stream(self.memory.device)
+        now = _Launch(stream, torch.cuda.is_current_stream_capturing())
+        # NOTE: a stream that is being captured cannot wait for work outside its graph, nor the
+        # other way round; what runs before and after a replay is up to who replays.
+        if self._last and self._last.stream != stream and self._last.captured == now.captured:
+            stream.wait_stream(self._last.stream)
+        self._last = now
+        return self.world
+
+    def why(self) -> str:
+        """The fault that a kernel recorded."""
+        code, peer, expected, seen = self.fault.tolist()
+        return _FAULTS[code].format(peer=peer, expected=expected, seen=seen)
+
+
+class _Launch(NamedTuple):
+    stream: torch.cuda.Stream
+    captured: bool
+
+
+# By group: names are used again after a group is destroyed.
+_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace] = weakref.WeakKeyDictionary()
+
+
+def workspace(group_name: str) -> Workspace | None:
+    """The workspace of a group that `create` was called for."""
+    return _workspaces.get(resolve(group_name)) if group_name and _workspaces else None
+
+
+def create(
+    group_name: str,
+    *,
+    max_tokens: int,
+    row_bytes: int,
+    num_sms: int | None,
+    timeout_s: float,
+    window_bytes: int | None,
+) -> None:
+    """Allocate the group's workspaces and map them. Collective, after `obstacle` said None."""
+    import torch.distributed._symmetric_memory as symmetric  # noqa: PLC0415 - for GPUs alone
+
+    group = resolve(group_name)
+    space = Workspace(
+        group_rank(group_name),
+        group.size(),
+        max_tokens=max_tokens,
+        row_bytes=row_bytes,
+        num_sms=num_sms or DEFAULT_SMS,
+        timeout_s=timeout_s,
+    )
+    if window_bytes is None:
+        window_bytes = DEFAULT_WINDOW_OUTPUTS * group.size() * max_tokens * row_bytes
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = symmetric.empty(space.num_bytes() + window_bytes, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(memory, group)
+    space.use(memory, list(handle.buffer_ptrs))
+    torch.cuda.synchronize(device)
+    dist.barrier(group, device_ids=[device.index])
+    _workspaces[group] = space
+
+
+def obstacle(group_name: str, dtype: torch.dtype) -> str | None:
+    """Why the engine cannot carry the group's rows, the same on every rank, or None. Collective."""
+    group = resolve(group_name)
+    told: list[tuple[str | None, str, str]] = [(None, "", "")] * group.size()
+    dist.all_gather_object(told, (unavailable(), *_where()), group=group)
+    reasons = {f"rank {rank}: {why}" for rank, (why, *_) in enumerate(told) if why}
+    hosts, gpus = {host for _, host, _ in told}, {gpu for _, _, gpu in told}
+    if group.size() > MAX_RANKS:
+        reasons.add(f"it has {group.size()} ranks, more than {MAX_RANKS}")
+    if dtype not in DTYPES:
+        reasons.add(f"rows are {dtype}, not one of {DTYPES}")
+    if len(hosts) > 1:
+        reasons.add(f"its ranks are on {len(hosts)} hosts")
+    elif len(gpus) < group.size() and not reasons:
+        reasons.add("two ranks share a GPU")
+    elif not reasons and (pair := _pair_without_access()):
+        reasons.add(f"GPUs {pair[0]} and {pair[1]} cannot map each other's memory")
+    return "; ".join(sorted(reasons)) or None
+
+
+def unavailable() -> str | None:
+    """Why this process cannot take part in any such group, or None."""
+    from ..kernels import native  # noqa: PLC0415 - kernels import this module
+
+    if not torch.cuda.is_available():
+        return "no GPU"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "its GPU is not of compute capability 9.0"
+    return None if native.available() else f"no kernels ({native.status()})"
+
+
+def _where() -> tuple[str, str]:
+    """The host and the GPU of this rank, as other ranks can compare them."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
+    gpu = torch.cuda.get_device_properties().uuid if torch.cuda.is_available() else ""
+    return host, str(gpu)
+
+
+def _pair_without_access() -> tuple[int, int] | None:
+    """This process's GPU and another that it sees and cannot reach."""
+    here = torch.cuda.current_device()
+    others = (there for there in range(torch.cuda.device_count()) if there != here)
+    return next(
+        ((here, there) for there in others if not torch.cuda.can_device_access_peer(here, there)),
+        None,
+    )

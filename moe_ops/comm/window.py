@@ -1,0 +1,84 @@
+"""Tensors in a given piece of GPU memory, which lives as long as they do."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+from typing import Any
+
+import torch
+
+_ALIGNMENT = 512
+
+
+class Window:
+    """Hands out parts of `memory`, uint8 on a GPU, as tensors; a part is free again once no tensor
+    uses its storage.
+
+    As with any allocator that knows no `record_stream`, a stream other than the current ones at a
+    tensor's making and death must be done with it by then.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._free = [(0, memory.numel())]  # sorted, none touching the next
+        self._given_back: collections.deque[_Part] = collections.deque()
+        self._lock = threading.Lock()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor with nothing in it, or None where no free part is large enough.
+
+        The current stream waits for what used the parts that have become free.
+        """
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        size = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            self._collect()
+            fitting = (place for place, (a, b) in enumerate(self._free) if b - a >= size)
+            if (place := next(fitting, None)) is None:
+                return None
+            start, end = self._free.pop(place)
+            if end - start > size:
+                self._free.insert(place, (start + size, end))
+        part = _Part(self, start, start + size)
+        return torch.as_tensor(part, device=self._memory.device)[:num_bytes].view(dtype).view(shape)
+
+    def _collect(self) -> None:
+        while self._given_back:
+            part = self._given_back.popleft()
+            if part.done is not None:
+                torch.cuda.current_stream(self._memory.device).wait_event(part.done)
+            self._free.append((part.start, part.end))
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted(self._free):
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        self._free = merged
+
+
+class _Part:
+    """Kept by the storage of the tensor that PyTorch makes of it."""
+
+    def __init__(self, window: Window, start: int, end: int) -> None:
+        self.window, self.start, self.end = window, start, end
+        self.done: torch.cuda.Event | None = None
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.end - self.start,),
+            "typestr": "|u1",
+            "data": (self.window._memory.data_ptr() + self.start, False),
+            "version": 2,
+        }
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        # A graph's capture begins after all work outside it has ended: nothing to wait for.
+        if not torch.cuda.is_current_stream_capturing():
+            self.done = torch.cuda.current_stream(self.window._memory.device).record_event()
+        self.window._given_back.append(self)

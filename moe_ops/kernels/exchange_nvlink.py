@@ -1,0 +1,268 @@
+"""CUDA kernels of exchange_plan, dispatch and combine for groups on the engine `nvlink`:
+csrc/exchange_plan.cu and csrc/exchange_rows.cu.
+
+Letters as in `moe_ops.ops.exchange_plan`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import layout
+from ..comm import nvlink
+from .kernel import Kernel
+
+MAX_TOP_K = 32
+_MAX_COLUMNS = 1024  # experts here and a few more are counted by the threads of a CTA
+_MAX_ROW_BYTES = 53 * 1024  # what three rows a warp leave of shared memory
+
+
+def exchange_plan(
+    ids_TK: torch.Tensor,
+    num_experts: int,
+    group_name: str,
+    max_tokens: int = 0,
+    copy_capacity: int | None = None,
+    row_capacity: int | None = None,
+) -> list[torch.Tensor]:
+    """The operator `exchange_plan`."""
+    space = nvlink.workspace(group_name)
+    assert space is not None
+    if max_tokens > space.max_tokens:  # on every rank: it is the same on all
+        raise ValueError(
+            f"exchange_plan: max_tokens must be at most {space.max_tokens}, with which "
+            f"comm.setup was called, got {max_tokens}"
+        )
+    return launch_plan(space, ids_TK, num_experts, max_tokens, copy_capacity, row_capacity)
+
+
+def launch_plan(
+    space: nvlink.Workspace,
+    ids_TK: torch.Tensor,
+    num_experts: int,
+    max_tokens: int,
+    copy_capacity: int | None,
+    row_capacity: int | None,
+) -> list[torch.Tensor]:
+    """All of the plan's tensors."""
+    if copy_capacity is None or row_capacity is None:
+        counts = launch_count(space, ids_TK, num_experts)
+        splits = read_totals(space, counts, ids_TK.shape[1], num_experts)
+        plan = new_plan(space, ids_TK, num_experts, sum(splits[1]), sum(splits[3]))
+        launch_place(space, None, counts, num_experts, plan)
+    else:
+        slots = max_tokens * ids_TK.shape[1]
+        splits = [[max_tokens] * space.num_ranks] * 2 + [[slots] * space.num_ranks] * 2
+        plan = new_plan(space, ids_TK, num_experts, copy_capacity, row_capacity)
+        launch_place(space, ids_TK, new_counts(space, ids_TK, num_experts), num_experts, plan)
+    return [*plan, torch.tensor(splits)]
+
+
+def new_counts(space: nvlink.Workspace, ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """A workspace of the kernels of one plan."""
+    columns = _num_columns(space, num_experts)
+    return ids_TK.new_empty(space.num_plan_ctas * columns, dtype=torch.int32)
+
+
+def _num_columns(space: nvlink.Workspace, num_experts: int) -> int:
+    """What a chunk of tokens is counted by: `Problem::num_columns` of csrc/exchange_plan.cu."""
+    return num_experts // space.num_ranks + 2 * space.num_ranks + 1
+
+
+def launch_count(space: nvlink.Workspace, ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Sends ids to all ranks and counts those of all ranks; returns the workspace that the plan's
+    other kernels go on with.
+    """
+    counts = new_counts(space, ids_TK, num_experts)
+    torch.ops.moe_ops_native.exchange_plan_count(
+        ids_TK.contiguous(), space.enter(), num_experts, counts
+    )
+    return counts
+
+
+def read_totals(
+    space: nvlink.Workspace, counts: torch.Tensor, top_k: int, num_experts: int
+) -> list[list[int]]:
+    """splits_4P as lists: the one read of exact mode.
+
+    Raises:
+        ValueError: on every rank, if one of them has ids that are no experts, or too many tokens.
+    """
+    totals_6P = counts.new_empty(6, space.num_ranks, dtype=torch.int64)
+    torch.ops.moe_ops_native.exchange_plan_totals(
+        space.world, top_k, num_experts, counts, totals_6P
+    )
+    *splits, outside, tokens = totals_6P.tolist()
+    if any(outside):
+        bad = {source: number for source, number in enumerate(outside) if number}
+        raise ValueError(
+            f"exchange_plan: ids_TK must be in -1 .. E-1 = {num_experts - 1}, "
+            f"got ids outside on ranks (rank: how many) {bad}"
+        )
+    if max(tokens) > space.max_tokens:
+        raise ValueError(
+            f"exchange_plan: ids_TK must have at most max_tokens = {space.max_tokens} of setup "
+            f"rows, got {tokens} by rank"
+        )
+    return splits
+
+
+def new_plan(
+    space: nvlink.Workspace,
+    ids_TK: torch.Tensor,
+    num_experts: int,
+    num_copies: int,
+    num_rows: int,
+) -> list[torch.Tensor]:
+    """The plan's tensors on the device, not filled."""
+    num_tokens, top_k = ids_TK.shape
+    experts_here = num_experts // space.num_ranks
+    shapes: list[tuple[int, ...]] = [
+        (num_tokens, space.num_ranks),
+        (num_copies, 2),
+        (num_copies, top_k),
+        (num_rows,),
+        (num_copies, top_k),
+        (experts_here,),
+        (space.num_ranks, experts_here),
+        (2,),
+    ]
+    return [ids_TK.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+def launch_place(
+    space: nvlink.Workspace,
+    ids_TK: torch.Tensor | None,
+    counts: torch.Tensor,
+    num_experts: int,
+    plan: list[torch.Tensor],
+) -> None:
+    """Fills `plan`: with ids all by itself, else after `launch_count`."""
+    own_ids = None if ids_TK is None else ids_TK.contiguous()
+    torch.ops.moe_ops_native.exchange_plan_place(own_ids, space.enter(), num_experts, counts, *plan)
+
+
+def dispatch(
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    tensors: list[torch.Tensor],
+    group_name: str,
+    wire: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator `dispatch`."""
+    space = nvlink.workspace(group_name)
+    assert space is not None
+    return launch_dispatch(space, x_TH, weights_TK, layout.Plan(*tensors))
+
+
+def launch_dispatch(
+    space: nvlink.Workspace,
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    plan: layout.Plan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator `dispatch` of "full" rows."""
+    shape = (plan.num_copies, x_TH.shape[1])
+    rows_DH = None
+    if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+        rows_DH = space.window.empty(shape, x_TH.dtype)
+    if rows_DH is None:
+        rows_DH = x_TH.new_empty(shape)
+    weights_DK = x_TH.new_empty(0 if weights_TK is None else plan.ids_DK.shape, dtype=torch.float32)
+    torch.ops.moe_ops_native.exchange_dispatch(
+        x_TH.contiguous(),
+        None if weights_TK is None else weights_TK.contiguous(),
+        plan.copy_of_token_TP.contiguous(),
+        plan.source_of_copy_D2.contiguous(),
+        plan.ids_DK.contiguous(),
+        space.enter(),
+        space.memory.numel(),
+        rows_DH,
+        weights_DK,
+    )
+    return rows_DH, weights_DK
+
+
+def combine(
+    rows_DH: torch.Tensor,
+    weights_DK: torch.Tensor | None,
+    addend_TH: torch.Tensor | None,
+    tensors: list[torch.Tensor],
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator `combine`."""
+    space = nvlink.workspace(group_name)
+    assert space is not None
+    return launch_combine(space, rows_DH, weights_DK, addend_TH, layout.Plan(*tensors))
+
+
+def launch_combine(
+    space: nvlink.Workspace,
+    rows_DH: torch.Tensor,
+    weights_DK: torch.Tensor | None,
+    addend_TH: torch.Tensor | None,
+    plan: layout.Plan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator `combine`."""
+    num_tokens, top_k = plan.copy_of_token_TP.shape[0], plan.ids_DK.shape[1]
+    x_TH = rows_DH.new_empty(num_tokens, rows_DH.shape[1])
+    weights_TK = rows_DH.new_empty(
+        0 if weights_DK is None else (num_tokens, top_k), dtype=torch.float32
+    )
+    torch.ops.moe_ops_native.exchange_combine(
+        rows_DH.contiguous(),
+        None if weights_DK is None else weights_DK.contiguous(),
+        None if addend_TH is None else addend_TH.contiguous(),
+        plan.copy_of_token_TP.contiguous(),
+        plan.source_of_copy_D2.contiguous(),
+        plan.ids_DK.contiguous(),
+        space.enter(),
+        x_TH,
+        weights_TK,
+    )
+    return x_TH, weights_TK
+
+
+def _takes_plan(ids_TK: torch.Tensor, num_experts: int, group_name: str, *sizes: Any) -> bool:
+    space = nvlink.workspace(group_name)
+    if space is None:
+        return False
+    return ids_TK.shape[1] <= MAX_TOP_K and _num_columns(space, num_experts) <= _MAX_COLUMNS
+
+
+def _takes_rows(values: torch.Tensor, tensors: list[torch.Tensor], group_name: str) -> bool:
+    space = nvlink.workspace(group_name)
+    if space is None or values.dtype not in nvlink.DTYPES:
+        return False
+    row_bytes = values.shape[1] * values.dtype.itemsize
+    fits = 0 < row_bytes <= min(space.row_bytes, _MAX_ROW_BYTES) and row_bytes % 16 == 0
+    return fits and layout.Plan(*tensors).ids_DK.shape[1] <= MAX_TOP_K
+
+
+def _takes_dispatch(
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    tensors: list[torch.Tensor],
+    group_name: str,
+    wire: str,
+) -> bool:
+    return wire == "full" and _takes_rows(x_TH, tensors, group_name)
+
+
+def _takes_combine(
+    rows_DH: torch.Tensor,
+    weights_DK: torch.Tensor | None,
+    addend_TH: torch.Tensor | None,
+    tensors: list[torch.Tensor],
+    group_name: str,
+) -> bool:
+    return _takes_rows(rows_DH, tensors, group_name)
+
+
+KERNELS: dict[str, list[Kernel]] = {
+    "exchange_plan": [Kernel("csrc/exchange_plan.cu", _takes_plan, exchange_plan)],
+    "dispatch": [Kernel("csrc/exchange_rows.cu", _takes_dispatch, dispatch)],
+    "combine": [Kernel("csrc/exchange_rows.cu", _takes_combine, combine)],
+}
