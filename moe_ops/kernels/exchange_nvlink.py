@@ -1,5 +1,5 @@
 """CUDA kernels of exchange_plan, dispatch and combine for groups on the engine `nvlink`:
-csrc/exchange_plan.cu and csrc/exchange_rows.cu.
+csrc/exchange_plan.cu, csrc/exchange_dispatch.cu and csrc/exchange_combine.cu.
 
 Letters as in `moe_ops.ops.exchange_plan`.
 """
@@ -263,6 +263,6 @@ def _takes_combine(
 
 KERNELS: dict[str, list[Kernel]] = {
     "exchange_plan": [Kernel("csrc/exchange_plan.cu", _takes_plan, exchange_plan)],
-    "dispatch": [Kernel("csrc/exchange_rows.cu", _takes_dispatch, dispatch)],
-    "combine": [Kernel("csrc/exchange_rows.cu", _takes_combine, combine)],
+    "dispatch": [Kernel("csrc/exchange_dispatch.cu", _takes_dispatch, dispatch)],
+    "combine": [Kernel("csrc/exchange_combine.cu", _takes_combine, combine)],
 }

@@ -1,0 +1,182 @@
+// torch.ops.moe_ops_native.exchange_dispatch, called by moe_ops/kernels/exchange_nvlink.py: the operator dispatch.
+//
+// Rows go into the receiver's output itself, if that lies in memory that peers map, else into the inbox, from where the
+// receiver copies them on.
+
+#include <torch/csrc/stable/library.h>
+
+#include "exchange_rows.cuh"
+
+namespace moe_ops::exchange {
+namespace {
+
+constexpr int kRowsInboxAtOnce = 2;  // rows of a warp that copies on what arrived
+
+struct Dispatch {
+  const uint8_t* x;
+  const float* weights;
+  uint8_t* rows;
+  float* row_weights;
+  int64_t target;  // where peers put this rank's rows, in its workspace
+  bool direct;     // whether that is `rows`
+};
+
+__device__ void zero_row(uint8_t* row, int row_bytes) {
+  for (int at = lane() * kVectorBytes; at < row_bytes; at += kLanes * kVectorBytes) {
+    *reinterpret_cast<uint4*>(row + at) = uint4{};
+  }
+}
+
+__device__ void copy_row(uint8_t* to, const uint8_t* from, int row_bytes) {
+  constexpr int kAtOnce = 4, kStride = kLanes * kVectorBytes;
+  for (int first = lane() * kVectorBytes; first < row_bytes; first += kAtOnce * kStride) {
+    uint4 values[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i * kStride < row_bytes)
+        values[i] = __ldcg(reinterpret_cast<const uint4*>(from + first + i * kStride));
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i * kStride < row_bytes) *reinterpret_cast<uint4*>(to + first + i * kStride) = values[i];
+    }
+  }
+}
+
+__device__ void push_tokens(const Exchange& exchange, const Dispatch& dispatch, Shared& shared, uint32_t stages,
+                            uint32_t epoch) {
+  const World& world = exchange.world;
+  const int ranks = world.num_ranks, rows = exchange.batch_rows, row_bytes = exchange.row_bytes;
+  const int pusher = blockIdx.x * exchange.num_pushers + warp(), step = gridDim.x * exchange.num_pushers;
+  const int row = lane() / ranks, rank = lane() % ranks;
+  push<4>(
+      exchange, shared, stages, pusher, step, exchange.num_batches(exchange.num_tokens), epoch,
+      [&](int batch) {
+        const int first = batch * rows, held = min(rows, exchange.num_tokens - first);
+        return Batch{dispatch.x + int64_t(first) * row_bytes, held * row_bytes};
+      },
+      [&](int batch) {
+        const int token = batch * rows + row;
+        return row < rows && token < exchange.num_tokens ? __ldg(exchange.copy_of_token + int64_t(token) * ranks + rank)
+                                                         : kNone;
+      },
+      [&](int, int copy, uint32_t stage) -> uint32_t* {
+        if (copy == kNone) return nullptr;
+        const bool own = rank == world.rank;
+        uint8_t* const there = own ? dispatch.rows : shared.rows_of_peer[rank];
+        bulk_store(there + int64_t(copy) * row_bytes, stage + row * row_bytes, row_bytes);
+        return own ? nullptr : world.flags(rank) + copy;
+      });
+}
+
+// Rows past the valid copies become zero.
+__device__ void clear_tail(const Exchange& exchange, const Dispatch& dispatch) {
+  const int taker = warp() - exchange.num_pushers + int(blockIdx.x) * kTakers, step = gridDim.x * kTakers;
+  for (int copy = first_copy_of(exchange, kMaxRanks) + taker; copy < exchange.num_copies; copy += step) {
+    zero_row(dispatch.rows + int64_t(copy) * exchange.row_bytes, exchange.row_bytes);
+  }
+}
+
+__device__ void take_copies(const Exchange& exchange, const Dispatch& dispatch, uint32_t epoch) {
+  const World& world = exchange.world;
+  const int row_bytes = exchange.row_bytes;
+  const int group = dispatch.direct ? kLanes : kRowsInboxAtOnce;
+  const int taker = blockIdx.x * kTakers + warp() - exchange.num_pushers, step = gridDim.x * kTakers * group;
+  const uint8_t* const inbox = world.inbox(world.rank);
+  for (int first = taker * group; first < exchange.num_copies; first += step) {
+    const int copy = first + lane();
+    const bool inside = lane() < group && copy < exchange.num_copies;
+    int2 source{kNone, kNone};
+    if (inside) source = __ldg(reinterpret_cast<const int2*>(exchange.source_of_copy) + copy);
+    const bool own = source.x == world.rank, sent = source.x != kNone && !own;
+    if (sent) wait_for(world, "dispatch", source.x, world.flags(world.rank) + copy, epoch);
+    __syncwarp();
+    if (dispatch.direct) continue;
+    for (unsigned left = __ballot_sync(kAllLanes, sent); left; left &= left - 1) {
+      const int64_t at = int64_t(first + __ffs(left) - 1) * row_bytes;
+      copy_row(dispatch.rows + at, inbox + at, row_bytes);
+    }
+  }
+}
+
+// A token's weights to every copy of it.
+template <int kWidth>
+__device__ void send_weights(const Exchange& exchange, const Dispatch& dispatch) {
+  const World& world = exchange.world;
+  const int top_k = exchange.top_k, ranks = world.num_ranks;
+  for_each_weights<kWidth>(exchange, exchange.num_tokens, [&](unsigned token, unsigned slot) {
+    const Weights<kWidth> weights = load_weights<kWidth>(dispatch.weights + slot);
+    for (int rank = 0; rank < ranks; ++rank) {
+      const int copy = rank == world.rank ? kNone : __ldg(exchange.copy_of_token + int64_t(token) * ranks + rank);
+      if (copy != kNone) store_weights(world.weights(rank) + int64_t(copy) * top_k + slot % top_k, weights);
+    }
+  });
+  weights_sent(exchange);
+}
+
+template <int kWidth>
+__device__ void take_weights(const Exchange& exchange, const Dispatch& dispatch) {
+  const World& world = exchange.world;
+  const int top_k = exchange.top_k;
+  const float* const inbox = world.weights(world.rank);
+  wait_for_weights(exchange, "dispatch");
+  for_each_weights<kWidth>(exchange, exchange.num_copies, [&](unsigned copy, unsigned slot) {
+    const int2 source = __ldg(reinterpret_cast<const int2*>(exchange.source_of_copy) + copy);
+    const bool own = source.x == world.rank;
+    const float* const from = own ? dispatch.weights + int64_t(source.y) * top_k + slot % top_k : inbox + slot;
+    store_weights(dispatch.row_weights + slot, load_held_weights<kWidth>(from, exchange.ids + slot));
+  });
+}
+
+__global__ void __launch_bounds__((kMaxPushers + kTakers) * kLanes)
+    dispatch_kernel(const __grid_constant__ Exchange exchange, const __grid_constant__ Dispatch dispatch) {
+  extern __shared__ uint4 shared_words[];
+  Shared& shared = *reinterpret_cast<Shared*>(shared_words);
+  init_barriers(shared);
+  slots::wait_for_previous_kernel();
+  const uint32_t epoch = exchange.world.control().epoch + 1;
+  __syncthreads();
+  if (warp() < exchange.num_pushers) {
+    const uint32_t stages = hopper::shared_address(shared_words) + kSharedHead;
+    push_tokens(exchange, dispatch, shared, stages + warp() * kStages * exchange.stage_bytes, epoch);
+  } else {
+    greet(exchange, "dispatch", dispatch.target, exchange.tag_digest | epoch, shared);
+    if (exchange.weighted) {
+      by_width(exchange, [&](auto width) { send_weights<width.value>(exchange, dispatch); });
+    }
+    clear_tail(exchange, dispatch);
+    if (exchange.weighted) {
+      by_width(exchange, [&](auto width) { take_weights<width.value>(exchange, dispatch); });
+    }
+    take_copies(exchange, dispatch, epoch);
+  }
+  finish(exchange, epoch);
+}
+
+// The operator dispatch; all tensors contiguous, weights float32. `weights_out` is not touched without weights.
+void exchange_dispatch(Tensor x, std::optional<Tensor> weights, Tensor copy_of_token, Tensor source_of_copy, Tensor ids,
+                       Tensor world_numbers, int64_t window_bytes, Tensor rows, Tensor weights_out) {
+  const OnDeviceOf device(x);
+  const Exchange exchange =
+      exchange_of(world_numbers, false, x, weights.has_value(), copy_of_token, source_of_copy, ids);
+  const World& world = exchange.world;
+  uint8_t* const out = static_cast<uint8_t*>(rows.data_ptr());
+  const int64_t offset = out - world.bases[world.rank];
+  const int64_t out_bytes = rows.numel() * rows.element_size();
+  const bool direct = 0 <= offset && offset + out_bytes <= window_bytes;
+  launch(dispatch_kernel, exchange,
+         Dispatch{static_cast<const uint8_t*>(x.data_ptr()), pointer_or_null<const float>(weights), out,
+                  static_cast<float*>(weights_out.data_ptr()), direct ? offset : world.inbox_at(), direct},
+         device.stream());
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {
+  m.def(
+      "exchange_dispatch(Tensor x, Tensor? weights, Tensor copy_of_token, Tensor source_of_copy, Tensor ids, Tensor"
+      " world, int window_bytes, Tensor(a!) rows, Tensor(b!) weights_out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) { m.impl("exchange_dispatch", TORCH_BOX(&exchange_dispatch)); }
+
+}  // namespace
+}  // namespace moe_ops::exchange

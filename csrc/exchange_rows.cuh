@@ -1,0 +1,335 @@
+// What dispatch and combine share: a kernel on a few multiprocessors, some of whose warps push rows to the ranks that
+// want them, by bulk copies through shared memory, and raise a flag for every row that has arrived, while the others
+// take what the peers push. A rank first tells its peers where their rows may go, which also says that nobody here
+// still reads what lies there.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <type_traits>
+
+#include "device.h"
+#include "exchange.cuh"
+#include "hopper.cuh"
+#include "slots.cuh"
+#include "world.h"
+
+namespace moe_ops::exchange {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Warps of a CTA.
+constexpr int kMaxPushers = 4;      // of dispatch
+constexpr int kCombinePushers = 3;  // of combine: shared memory that they do without caches what its takers load
+constexpr int kTakers = 16;
+constexpr int kStages = 3;
+constexpr int kStageBytes = 16 * 1024;  // a batch of short rows; a longer row is a batch of its own
+constexpr int kSharedBytes = 227 * 1024;
+constexpr int kVectorBytes = 16;
+
+struct Shared {
+  uint64_t full[kMaxPushers][kStages];
+  uint8_t* rows_of_peer[kMaxRanks];  // where rows for a peer go
+  int first_copy[kMaxRanks + 1];     // of each source rank (combine)
+};
+
+constexpr int kSharedHead = (sizeof(Shared) + 127) / 128 * 128;
+
+struct Exchange {
+  World world;
+  Tag tag_digest;  // the digest alone, shifted
+  const int *copy_of_token, *source_of_copy, *ids;
+  int num_tokens, num_copies, top_k, row_bytes;
+  int batch_rows, stage_bytes, num_pushers;
+  bool weighted;  // an empty tensor of weights has no address to tell
+
+  __device__ int num_batches(int num_rows) const { return (num_rows + batch_rows - 1) / batch_rows; }
+};
+
+__device__ inline int lane() { return threadIdx.x % kLanes; }
+__device__ inline int warp() { return threadIdx.x / kLanes; }
+
+__device__ inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+__device__ inline void bulk_store(void* to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+
+// All but the latest `kPending` groups of this thread's stores have arrived.
+template <int kPending>
+__device__ void stores_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ inline int taker_thread(const Exchange& exchange) {
+  return int(threadIdx.x) - exchange.num_pushers * kLanes;
+}
+
+// Of the warps that take.
+__device__ inline void sync_takers() { asm volatile("bar.sync 1, %0;" ::"n"(kTakers * kLanes) : "memory"); }
+
+// Of all: the peers' mail is here.
+__device__ inline void sync_greeted() { asm volatile("bar.sync 2, %0;" ::"r"(blockDim.x) : "memory"); }
+
+// Rows that lie together, loaded at once.
+struct Batch {
+  const uint8_t* from;
+  int bytes;
+};
+
+// One warp's batches first, first + step, .. below `end`, through its stages. For each, `batch_of(i)` says what to load
+// (no bytes: nothing), `place_of(i)` loads, early, the number by which the lane's part of `deliver(i, place, stage)`
+// goes; that one starts stores of the lane and returns the flag to raise when they have arrived, or null.
+//
+// A stage is free once its stores have read it. Flags wait until the stores have arrived, and are raised kFlagged
+// batches at a time, kFlagged batches later: ordering them after the rows takes a microsecond.
+template <int kFlagged, typename BatchOf, typename PlaceOf, typename Deliver>
+__device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, int first, int step, int end,
+                     uint32_t epoch, BatchOf batch_of, PlaceOf place_of, Deliver deliver) {
+  const uint32_t full = hopper::shared_address(shared.full[warp()]);
+  const auto load = [&](int number) {
+    const int index = first + number * step;
+    if (index >= end || lane() != 0) return;
+    const Batch batch = batch_of(index);
+    const uint32_t stage = number % kStages, barrier = full + stage * sizeof(uint64_t);
+    hopper::barrier_expect(barrier, batch.bytes);
+    if (batch.bytes != 0) bulk_load(stages + stage * exchange.stage_bytes, batch.from, batch.bytes, barrier);
+  };
+  const auto place = [&](int number) {
+    const int index = first + number * step;
+    return index < end ? place_of(index) : kNone;
+  };
+  const auto raise = [&](uint32_t* const(&flags)[kFlagged]) {
+    __threadfence_system();
+#pragma unroll
+    for (int i = 0; i < kFlagged; ++i) {
+      if (flags[i]) store_relaxed(flags[i], epoch);
+    }
+  };
+  static_assert(kStages == 3, "places are held for the current batch and two more");
+  for (int number = 0; number < kStages; ++number) load(number);
+  int current = place(0), next = place(1);
+  sync_greeted();
+  uint32_t* before[kFlagged]{};
+  for (int base = 0; first + base * step < end; base += kFlagged) {
+    uint32_t* flags[kFlagged]{};
+#pragma unroll
+    for (int i = 0; i < kFlagged; ++i) {
+      const int number = base + i, index = first + number * step;
+      if (index < end) {
+        const int after_next = place(number + 2);
+        const uint32_t stage = number % kStages;
+        hopper::barrier_wait(full + stage * sizeof(uint64_t), number / kStages & 1);
+        flags[i] = deliver(index, current, stages + stage * exchange.stage_bytes);
+        current = next;
+        next = after_next;
+      }
+      hopper::tma_store_commit();
+      hopper::tma_store_wait_read<1>();
+      __syncwarp();
+      if (number > 0) load(number - 1 + kStages);
+    }
+    stores_wait<kFlagged>();
+    raise(before);
+#pragma unroll
+    for (int i = 0; i < kFlagged; ++i) before[i] = flags[i];
+  }
+  stores_wait<0>();
+  raise(before);
+}
+
+// Tells the peers where rows for this rank go, and learns where theirs do. By the warps that take.
+__device__ inline void greet(const Exchange& exchange, const char* what, int64_t target, Tag tag, Shared& shared) {
+  const World& world = exchange.world;
+  const int peer = taker_thread(exchange);
+  if (peer < world.num_ranks && peer != world.rank) {
+    if (blockIdx.x == 0) {
+      Mail& mail = world.control(peer).mail[world.rank];
+      mail.target = target;
+      store_release(&mail.tag, tag);
+    }
+    const Mail& mail = world.control().mail[peer];
+    wait_for_tag(world, what, peer, &mail.tag, tag);
+    shared.rows_of_peer[peer] = world.bases[peer] + *static_cast<const volatile uint64_t*>(&mail.target);
+  }
+  sync_greeted();
+}
+
+__device__ inline void init_barriers(Shared& shared) {
+  if (threadIdx.x == 0) {
+    for (auto& warp : shared.full) {
+      for (auto& barrier : warp) hopper::barrier_init(hopper::shared_address(&barrier), 1);
+    }
+    hopper::barrier_init_fence();
+  }
+}
+
+// The last CTA counts the exchange. All have read the epoch by then.
+__device__ inline void finish(const Exchange& exchange, uint32_t epoch) {
+  __syncthreads();
+  Control& here = exchange.world.control();
+  if (threadIdx.x == 0 && atomicAdd(&here.ctas_done, 1) == gridDim.x - 1) {
+    here.ctas_done = 0;
+    here.epoch = epoch;
+    if (exchange.weighted) here.weights_expected += gridDim.x;
+  }
+}
+
+// Where the copies of `source` and of later ranks begin, by one warp. Copies are sorted by source, none (-1) last.
+__device__ inline int first_copy_of(const Exchange& exchange, int source) {
+  int low = 0, high = exchange.num_copies;  // the answer lies in low .. high
+  while (low < high) {
+    const int step = (high - low + kLanes - 1) / kLanes, at = low + lane() * step;
+    bool before = false;
+    if (at < high) {
+      const int its = __ldg(exchange.source_of_copy + int64_t(at) * 2);
+      before = 0 <= its && its < source;
+    }
+    const int count = __popc(__ballot_sync(kAllLanes, before));  // the first `count` probes lie before it
+    if (count == 0) return low;
+    high = min(low + count * step, high);
+    low += (count - 1) * step + 1;
+  }
+  return low;
+}
+
+// Weights of a token or a copy that are moved together.
+template <int kWidth>
+struct Weights {
+  float values[kWidth];
+};
+
+template <int kWidth>
+__device__ Weights<kWidth> load_weights(const float* from) {
+  Weights<kWidth> weights;
+  if constexpr (kWidth == 4) {
+    const float4 four = __ldcg(reinterpret_cast<const float4*>(from));
+    weights = {four.x, four.y, four.z, four.w};
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) weights.values[i] = __ldcg(from + i);
+  }
+  return weights;
+}
+
+template <int kWidth>
+__device__ void store_weights(float* to, const Weights<kWidth>& weights) {
+  if constexpr (kWidth == 4) {
+    const auto& values = weights.values;
+    *reinterpret_cast<float4*>(to) = {values[0], values[1], values[2], values[3]};
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) to[i] = weights.values[i];
+  }
+}
+
+// Those of experts alone: zero where there is none.
+template <int kWidth>
+__device__ Weights<kWidth> load_held_weights(const float* from, const int* ids) {
+  Weights<kWidth> weights = load_weights<kWidth>(from);
+  int held[kWidth];
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) held[i] = __ldg(ids + i);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) weights.values[i] = held[i] >= 0 ? weights.values[i] : 0.f;
+  return weights;
+}
+
+// `use(owner, slot)` for the first slot of every kWidth of a token or copy below `num_owners`, by the threads that
+// take.
+template <int kWidth, typename Use>
+__device__ void for_each_weights(const Exchange& exchange, int num_owners, Use use) {
+  const unsigned per_owner = exchange.top_k / kWidth, end = num_owners * per_owner;
+  constexpr int kThreads = kTakers * kLanes;
+  const unsigned step = gridDim.x * kThreads;
+#pragma unroll 2
+  for (unsigned i = blockIdx.x * kThreads + taker_thread(exchange); i < end; i += step) {
+    use(i / per_owner, i * kWidth);
+  }
+}
+
+// Tells the peers that this CTA's part of the weights is theirs to read.
+__device__ inline void weights_sent(const Exchange& exchange) {
+  sync_takers();
+  const World& world = exchange.world;
+  const int peer = taker_thread(exchange);
+  if (peer < world.num_ranks && peer != world.rank) add_release(&world.control(peer).weights_arrived[world.rank], 1);
+}
+
+__device__ inline void wait_for_weights(const Exchange& exchange, const char* what) {
+  const World& world = exchange.world;
+  const int peer = taker_thread(exchange);
+  if (peer < world.num_ranks && peer != world.rank) {
+    const Control& here = world.control();
+    const uint32_t* const arrived = &here.weights_arrived[peer];
+    const uint32_t expected = here.weights_expected + gridDim.x;
+    wait_for_count(world, what, peer, arrived, expected);
+  }
+  sync_takers();
+}
+
+// `use` of how many weights are moved at a time, as a constant.
+template <typename Use>
+__device__ void by_width(const Exchange& exchange, Use use) {
+  if (exchange.top_k % 4 == 0) {
+    use(std::integral_constant<int, 4>{});
+  } else {
+    use(std::integral_constant<int, 1>{});
+  }
+}
+
+inline Exchange exchange_of(const Tensor& world_numbers, bool back, const Tensor& rows, bool weighted,
+                            const Tensor& copy_of_token, const Tensor& source_of_copy, const Tensor& ids) {
+  const int64_t row_bytes = rows.size(1) * rows.element_size(), top_k = ids.size(1);
+  Exchange exchange{world_of(world_numbers),
+                    uint64_t{digest_of(1, back, row_bytes, int64_t(rows.scalar_type()), weighted ? top_k : 0)} << 32,
+                    copy_of_token.const_data_ptr<int>(),
+                    source_of_copy.const_data_ptr<int>(),
+                    ids.const_data_ptr<int>(),
+                    static_cast<int>(copy_of_token.size(0)),
+                    static_cast<int>(ids.size(0)),
+                    static_cast<int>(top_k),
+                    static_cast<int>(row_bytes)};
+  const World& world = exchange.world;
+  STD_TORCH_CHECK(row_bytes % kVectorBytes == 0 && 0 < row_bytes && row_bytes <= world.max_row_bytes,
+                  "moe_ops: rows must have a multiple of 16 bytes and at most ", world.max_row_bytes, ", got ",
+                  row_bytes);
+  STD_TORCH_CHECK(exchange.num_tokens <= world.max_tokens, "moe_ops: tokens must be at most ", world.max_tokens,
+                  ", got ", exchange.num_tokens);
+  STD_TORCH_CHECK(top_k <= kMaxTopK, "moe_ops: K must be at most ", kMaxTopK, ", got ", top_k);
+  const int most = kLanes / static_cast<int>(world.num_ranks);  // a lane a (row, rank)
+  exchange.weighted = weighted;
+  exchange.batch_rows = std::max(std::min(kStageBytes / exchange.row_bytes, most), 1);
+  exchange.stage_bytes = (exchange.batch_rows * exchange.row_bytes + 127) / 128 * 128;
+  const int stages = (kSharedBytes - kSharedHead) / exchange.stage_bytes;
+  exchange.num_pushers = std::min(stages / kStages, back ? kCombinePushers : kMaxPushers);
+  STD_TORCH_CHECK(exchange.num_pushers > 0, "moe_ops: rows are too long for shared memory, got bytes ", row_bytes);
+  return exchange;
+}
+
+template <typename Arguments>
+void launch(void (*kernel)(Exchange, Arguments), const Exchange& exchange, const Arguments& arguments,
+            cudaStream_t stream) {
+  const int shared_bytes = kSharedHead + exchange.num_pushers * kStages * exchange.stage_bytes;
+  slots::launch(kernel, static_cast<int>(exchange.world.num_sms), (exchange.num_pushers + kTakers) * kLanes,
+                shared_bytes, slots::Start::kEarly, stream, exchange, arguments);
+}
+
+template <typename T>
+T* pointer_or_null(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<T*>(tensor->data_ptr()) : nullptr;
+}
+
+}  // namespace moe_ops::exchange
