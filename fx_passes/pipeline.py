@@ -21,6 +21,7 @@ from moe_ops.kernels import native
 from .fold_permute_grouped_mm import fold_permute_grouped_mm_pass, recompute_rows_pass
 from .fuse_swiglu import fuse_swiglu_pass, recompute_activation_pass
 from .lower import lower_pass
+from .protect_exchange import protect_exchange_pass
 from .split_exchange import split_exchange_pass
 
 _log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class PassConfig:
     `fold_permute_grouped_mm`: expanded rows are not kept for backward, nor written where a kernel
         gathers tokens itself.
     `fuse_swiglu`: the activation runs within the matmul beside it and is not kept for backward.
+    `protect_exchange`: exchanges and their plans are kept for backward, not run again, whatever
+        activation checkpointing says.
     `split_exchange`: a dispatch or combine starts as soon as it can and is waited for where its
         results are read.
     `lower`: gradients of float32 weights under autocast stay in float32.
@@ -48,6 +51,7 @@ class PassConfig:
 
     fold_permute_grouped_mm: bool = True
     fuse_swiglu: bool = True
+    protect_exchange: bool = True
     split_exchange: bool = True
     lower: bool = True
 
@@ -87,7 +91,9 @@ def options(
 def _passes(config: PassConfig) -> list[tuple[str, Pass]]:
     """(hook, pass with its options bound), in the order they run; every place has its reason."""
     passes: list[tuple[bool, str, Pass]] = [
-        # Before the partitioner, which then keeps neither rows nor activations for backward.
+        # Before the partitioner, which then runs no exchange again in backward.
+        (config.protect_exchange, _JOINT, protect_exchange_pass),
+        # Before the partitioner, too, which then keeps neither rows nor activations for backward.
         (config.fold_permute_grouped_mm, _JOINT, recompute_rows_pass),
         (config.fuse_swiglu, _JOINT, recompute_activation_pass),
         # Before folding, which knows the fused operators but cannot be undone to make them.

@@ -19,7 +19,14 @@ from fx_passes.graph import name_of
 from moe_ops.nn import MoE, MoEConfig
 
 JOINT, POST_GRAD = "joint_custom_post_pass", "post_grad_custom_post_pass"
-OFF = dict.fromkeys(("fold_permute_grouped_mm", "fuse_swiglu", "split_exchange", "lower"), False)
+PASSES = (
+    "fold_permute_grouped_mm",
+    "fuse_swiglu",
+    "protect_exchange",
+    "split_exchange",
+    "lower",
+)
+OFF = dict.fromkeys(PASSES, False)
 SIZES = {"hidden_size": 8, "ffn_hidden_size": 6, "num_experts": 4, "top_k": 2}
 # What the passes leave of a local layer's matmuls and of what stands between them.
 FORWARD = ["grouped_mm_swiglu", "grouped_mm", "unpermute"]

@@ -1,0 +1,98 @@
+"""No exchange and no plan runs twice, whatever is recomputed (case 24)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from moe_ops.nn import MoE
+from tests.ranks import run_on_ranks
+
+from .compiled import OFF, Backend, make_layer, ops_of, step
+
+EXCHANGES = (
+    "exchange_plan",
+    "dispatch",
+    "combine",
+    "gather_plan",
+    "all_to_all",
+    "all_gather_rows",
+    "reduce_scatter_rows",
+)
+
+
+def _recompute_all(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _whole(layer: MoE, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def _selective(layer: MoE, x: torch.Tensor) -> torch.Tensor:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _recompute_all)
+    return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+
+
+def _budget(layer: MoE, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)
+
+
+WAYS: dict[str, Callable[[MoE, torch.Tensor], torch.Tensor]] = {
+    "checkpoint": _whole,
+    "selective": _selective,
+    "budget": _budget,
+}
+
+
+def _exchanges_on_rank(rank: int, way: str, protect: bool, dispatcher: str) -> list[list[str]]:
+    """Names of the exchanges of the forward and of the backward graph."""
+    layer = make_layer(group=dist.group.WORLD, dispatcher=dispatcher)
+    backend = Backend(**{**OFF, "protect_exchange": protect})
+    budget = 0.0 if way == "budget" else 1.0
+    with (
+        torch._functorch.config.patch(activation_memory_budget=budget),
+        torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True),
+    ):
+        function = backend.compile(functools.partial(WAYS[way], layer))
+        found = step(layer, function, 9 + rank)
+    expected = step(layer, layer, 9 + rank)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+    graphs = [*backend.forward, *backend.backward]
+    return [[op for op in ops_of(graph) if op in EXCHANGES] for graph in graphs]
+
+
+ONCE = {
+    "flex": [["exchange_plan", "dispatch", "combine"], ["dispatch", "combine"]],
+    "alltoall": [["exchange_plan", *["all_to_all"] * 3], ["all_to_all"] * 3],
+    "allgather": [
+        ["gather_plan", *["all_gather_rows"] * 3, "reduce_scatter_rows"],
+        ["all_gather_rows", *["reduce_scatter_rows"] * 2],
+    ],
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dispatcher", ONCE)
+@pytest.mark.parametrize("way", WAYS)
+def test_exchanges_run_once(way: str, dispatcher: str) -> None:
+    for graphs in run_on_ranks(2, _exchanges_on_rank, way, True, dispatcher):
+        assert graphs == ONCE[dispatcher]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", WAYS)
+def test_unprotected_exchanges_run_again(way: str) -> None:
+    for _, backward in run_on_ranks(2, _exchanges_on_rank, way, False, "flex"):
+        assert backward.count("dispatch") == 2, "one recomputed, one of combine's gradient"
