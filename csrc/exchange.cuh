@@ -59,12 +59,16 @@ struct World {
   int64_t* fault;  // pinned: code, peer, expected, seen
   uint8_t* bases[kMaxRanks];
 
+  // The workspace: Control | flags uint32 [P * max_tokens] | ids int16 [2][P][max_tokens][kMaxTopK] | weights float
+  // [P * max_tokens][kMaxTopK] | inbox [P * max_tokens] rows | window. Flags and inbox: by copy in dispatch, by
+  // [rank][token] in combine.
+  __host__ __device__ static int64_t round_up(int64_t bytes) { return (bytes + 511) / 512 * 512; }
   __host__ __device__ int64_t max_copies() const { return num_ranks * max_tokens; }
-  __host__ __device__ static int64_t flags_at() { return (sizeof(Control) + 255) / 256 * 256; }
-  __host__ __device__ int64_t ids_at() const { return flags_at() + (max_copies() * 4 + 255) / 256 * 256; }
-  __host__ __device__ int64_t weights_at() const { return ids_at() + 2 * max_copies() * kMaxTopK * int64_t(2); }
-  __host__ __device__ int64_t inbox_at() const { return weights_at() + max_copies() * kMaxTopK * int64_t(4); }
-  __host__ __device__ int64_t num_bytes() const { return inbox_at() + max_copies() * max_row_bytes; }
+  __host__ __device__ static int64_t flags_at() { return round_up(sizeof(Control)); }
+  __host__ __device__ int64_t ids_at() const { return round_up(flags_at() + max_copies() * sizeof(uint32_t)); }
+  __host__ __device__ int64_t weights_at() const { return ids_at() + 2 * max_copies() * kMaxTopK * sizeof(int16_t); }
+  __host__ __device__ int64_t inbox_at() const { return weights_at() + max_copies() * kMaxTopK * sizeof(float); }
+  __host__ __device__ int64_t num_bytes() const { return round_up(inbox_at() + max_copies() * max_row_bytes); }
 
   __device__ Control& control(int peer) const { return *reinterpret_cast<Control*>(bases[peer]); }
   __device__ Control& control() const { return control(rank); }

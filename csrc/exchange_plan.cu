@@ -222,7 +222,7 @@ __device__ void place_copies(Places& places, unsigned ranks, unsigned wanted, in
   __syncthreads();
 }
 
-// Where copies do not fit: the chunk of the last one that does, and the rows that this chunk keeps.
+// The first chunk whose copies do not all fit.
 struct Limit {
   int num_whole;  // chunks before it
   int copies_before;
@@ -349,7 +349,8 @@ __device__ void write_rows(const World& world, const Problem& problem, const Pla
   __syncthreads();
 }
 
-// Until all CTAs have written their counts.
+// Until all CTAs have written their counts. NOTE: unbounded, for a CTA that does not come has given up waiting for ids,
+// which ends this one.
 __device__ void wait_for_counts(const Control& here, uint32_t epoch) {
   if (threadIdx.x == 0) {
     while (!reached(load_acquire(&here.plan_ctas_done), epoch * gridDim.x)) {
@@ -472,7 +473,8 @@ Problem problem_of(const World& world, int64_t num_tokens, int64_t top_k, int64_
                   digest_of(0, top_k, num_experts, num_copies, num_rows),
                   counts.mutable_data_ptr<int>()};
   const int columns = problem.num_columns(world.num_ranks);
-  STD_TORCH_CHECK(columns <= kThreads, "exchange_plan: experts of a rank must be fewer, got ", experts_here);
+  STD_TORCH_CHECK(columns <= kThreads, "exchange_plan: experts of a rank must be at most ",
+                  kThreads - 2 * world.num_ranks - 1, ", got ", experts_here);
   STD_TORCH_CHECK(counts.numel() >= world.num_plan_ctas * columns, "exchange_plan: counts must hold ",
                   world.num_plan_ctas * columns, " numbers, got ", counts.numel());
   return problem;
@@ -483,6 +485,7 @@ int chunks_per_rank(const World& world) { return static_cast<int>(world.num_plan
 template <bool kCounts, bool kPlaces, typename Id>
 void launch(const World& world, const Problem& problem, const Id* ids, const Plan& plan, cudaStream_t stream) {
   const int chunks = chunks_per_rank(world), ctas = chunks * static_cast<int>(world.num_ranks);
+  STD_TORCH_CHECK(ctas >= kIdSenders, "exchange_plan: CTAs must be at least ", kIdSenders, ", got ", ctas);
   slots::launch(plan_kernel<kCounts, kPlaces, Id>, ctas, kThreads, slots::Shared::bytes(problem.experts_here),
                 kCounts && kPlaces ? slots::Start::kTogether : slots::Start::kPlain, stream, world, problem, ids, plan,
                 chunks);

@@ -4,8 +4,8 @@ Activation checkpointing, and a low `activation_memory_budget`, compute forward'
 backward. Of an exchange that costs its time once more, and an ill-timed wait for the other ranks.
 This marks every operator that talks to other ranks, before the partitioner decides.
 
-With `activation_memory_budget = 0` the partitioner would heed no mark, so such a graph gets a budget
-that is only nearly nothing.
+With `activation_memory_budget = 0` the partitioner would heed no mark, so such a graph gets a
+budget that is only nearly nothing.
 """
 
 from __future__ import annotations

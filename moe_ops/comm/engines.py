@@ -54,16 +54,19 @@ def setup(
     """Prepare `group` for exchanges of up to `max_tokens` rows of `hidden_size` values a rank;
     returns the engine.
 
-    Collective, once per group. A group never set up uses its own backend (gloo or NCCL) and its own
-    timeout.
+    Collective, once per group; a later call replaces an earlier one. A group never set up uses its
+    own backend (gloo or NCCL) and its own timeout.
 
     Args:
         engine: "auto", or a name from `available_engines()`. MOE_OPS_ENGINE replaces "auto" only.
-            "auto" takes `nvlink` where all ranks are GPUs of one host that reach each other, else
-            the group's backend.
-        num_sms: multiprocessors an engine with kernels of its own may use; None: 16.
-        timeout_s: seconds after which a collective that a rank does not join fails.
-        window_bytes: memory of each rank in which `nvlink` places what `dispatch` returns, which
+            "auto" takes `nvlink` for a group of NCCL whose ranks, at most 8, are Hopper GPUs of one
+            host, with native kernels, rows of bf16, fp16 or float32; else the group's backend.
+        max_tokens: most tokens that a rank brings to an exchange.
+        hidden_size, dtype: of the longest rows.
+        num_sms: multiprocessors that `nvlink` may use; None: 16.
+        timeout_s: seconds after which a collective that a rank does not join fails; on `nvlink`
+            the CUDA context ends.
+        window_bytes: bytes on each rank in which `nvlink` places what `dispatch` returns, which
             spares it a copy; None: room for 4 outputs of the greatest size.
 
     Raises:
@@ -75,15 +78,16 @@ def setup(
     backend = backend_of(resolve(name)) if name else "none"
 
     sizes = {"max_tokens": max_tokens, "hidden_size": hidden_size, "num_sms": num_sms}
-    limits = {"timeout_s": timeout_s, "window_bytes": window_bytes}
 
     def check() -> tuple[object, ...]:
-        _check(sizes, limits, wanted, backend)
-        return wanted, sizes, dtype, limits
+        _check(sizes, timeout_s, window_bytes)
+        _check_engine(wanted, backend)
+        return wanted, sizes, dtype, timeout_s, window_bytes
 
     if name and timeout_s > 0:  # before `agree`, so that it waits no longer itself
         c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), resolve(name))
     agree("setup", name, check)
+    nvlink.drop(name)
     chosen = _choose(name, wanted, backend, dtype)
     if chosen == "nvlink":
         nvlink.create(
@@ -98,17 +102,17 @@ def setup(
     return chosen
 
 
-def _check(
-    sizes: dict[str, int | None], limits: dict[str, float | None], wanted: str, backend: str
-) -> None:
+def _check(sizes: dict[str, int | None], timeout_s: float, window_bytes: int | None) -> None:
     for what, value in sizes.items():
         if value is not None and value < 1:
             raise ValueError(f"setup: {what} must be positive, got {value}")
-    timeout_s, window_bytes = limits.values()
-    if not timeout_s or timeout_s <= 0:
+    if timeout_s <= 0:
         raise ValueError(f"setup: timeout_s must be positive, got {timeout_s}")
     if window_bytes is not None and window_bytes < 0:
         raise ValueError(f"setup: window_bytes must not be negative, got {window_bytes}")
+
+
+def _check_engine(wanted: str, backend: str) -> None:
     if wanted not in ("auto", "nvlink", backend):
         raise ValueError(
             f"setup: engine must be 'auto' or one that can carry this group, got {wanted!r}; "

@@ -26,7 +26,7 @@ DEFAULT_SMS = 16
 DEFAULT_WINDOW_OUTPUTS = 4  # of the greatest size
 _NUMBERS = 8  # of `World` in csrc/exchange.cuh, before the addresses
 _FAULTS = {
-    1: "rank {peer} did not arrive: expected {expected}, seen {seen}",
+    1: "rank {peer} did not arrive: expected exchange or count {expected}, seen {seen}",
     2: "rank {peer} called another operator, or with other settings",
     3: "rank {peer} has more tokens than max_tokens = {expected} of setup",
     4: "rank {peer} has ids that are neither -1 nor experts, {seen} in all",
@@ -36,7 +36,10 @@ _FAULTS = {
 class Workspace:
     """What this rank's kernels need to exchange with the group's other ranks.
 
-    `world` is an int64 tensor on the CPU that kernels read: `World` of csrc/exchange.cuh.
+    `row_bytes` is that of the longest row. `num_plan_ctas`, of which each rank gets the same
+    number, all run at once and are at least 16. `world` is an int64 tensor on the CPU that kernels
+    read: `World` of csrc/exchange.cuh. `fault`, pinned, is what a kernel that gave up says of it:
+    code, peer, expected, seen.
     """
 
     memory: torch.Tensor
@@ -114,6 +117,15 @@ def workspace(group_name: str) -> Workspace | None:
     return _workspaces.get(resolve(group_name)) if group_name and _workspaces else None
 
 
+def drop(group_name: str) -> None:
+    """Forget the group's workspaces, if it has them. Collective."""
+    if workspace(group_name):
+        group = resolve(group_name)
+        torch.cuda.synchronize()
+        dist.barrier(group, device_ids=[torch.cuda.current_device()])  # nobody writes to them now
+        del _workspaces[group]
+
+
 def create(
     group_name: str,
     *,
@@ -146,24 +158,38 @@ def create(
     _workspaces[group] = space
 
 
+class _Told(NamedTuple):
+    """What a rank tells the others of itself."""
+
+    why_not: str | None
+    host: str
+    gpu: str
+    out_of_reach: tuple[str, ...]  # GPUs whose memory it cannot map
+
+
 def obstacle(group_name: str, dtype: torch.dtype) -> str | None:
     """Why the engine cannot carry the group's rows, the same on every rank, or None. Collective."""
     group = resolve(group_name)
-    told: list[tuple[str | None, str, str]] = [(None, "", "")] * group.size()
-    dist.all_gather_object(told, (unavailable(), *_where()), group=group)
-    reasons = {f"rank {rank}: {why}" for rank, (why, *_) in enumerate(told) if why}
-    hosts, gpus = {host for _, host, _ in told}, {gpu for _, _, gpu in told}
+    told: list[_Told] = [_about_this_rank()] * group.size()
+    dist.all_gather_object(told, told[0], group=group)
+    reasons = [f"rank {rank}: {its.why_not}" for rank, its in enumerate(told) if its.why_not]
     if group.size() > MAX_RANKS:
-        reasons.add(f"it has {group.size()} ranks, more than {MAX_RANKS}")
+        reasons.append(f"it has {group.size()} ranks, more than {MAX_RANKS}")
     if dtype not in DTYPES:
-        reasons.add(f"rows are {dtype}, not one of {DTYPES}")
-    if len(hosts) > 1:
-        reasons.add(f"its ranks are on {len(hosts)} hosts")
-    elif len(gpus) < group.size() and not reasons:
-        reasons.add("two ranks share a GPU")
-    elif not reasons and (pair := _pair_without_access()):
-        reasons.add(f"GPUs {pair[0]} and {pair[1]} cannot map each other's memory")
-    return "; ".join(sorted(reasons)) or None
+        reasons.append(f"rows are {dtype}, not one of {DTYPES}")
+    gpus = [its.gpu for its in told]
+    if (num_hosts := len({its.host for its in told})) > 1:
+        reasons.append(f"its ranks are on {num_hosts} hosts")
+    elif not reasons and len(set(gpus)) < group.size():
+        reasons.append("two ranks share a GPU")
+    elif not reasons:
+        reasons += [
+            f"the GPU of rank {rank} cannot map the memory of rank {gpus.index(gpu)}'s"
+            for rank, its in enumerate(told)
+            for gpu in its.out_of_reach
+            if gpu in gpus
+        ]
+    return "; ".join(reasons) or None
 
 
 def unavailable() -> str | None:
@@ -172,24 +198,21 @@ def unavailable() -> str | None:
 
     if not torch.cuda.is_available():
         return "no GPU"
-    if torch.cuda.get_device_capability() != (9, 0):
-        return "its GPU is not of compute capability 9.0"
+    if (capability := torch.cuda.get_device_capability()) != (9, 0):
+        return "the GPU's compute capability must be 9.0, got {}.{}".format(*capability)
     return None if native.available() else f"no kernels ({native.status()})"
 
 
-def _where() -> tuple[str, str]:
-    """The host and the GPU of this rank, as other ranks can compare them."""
+def _about_this_rank() -> _Told:
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
-    gpu = torch.cuda.get_device_properties().uuid if torch.cuda.is_available() else ""
-    return host, str(gpu)
-
-
-def _pair_without_access() -> tuple[int, int] | None:
-    """This process's GPU and another that it sees and cannot reach."""
-    here = torch.cuda.current_device()
-    others = (there for there in range(torch.cuda.device_count()) if there != here)
-    return next(
-        ((here, there) for there in others if not torch.cuda.can_device_access_peer(here, there)),
-        None,
+    if (why_not := unavailable()) is not None:
+        return _Told(why_not, host, "", ())
+    here, number = torch.cuda.current_device(), torch.cuda.device_count()
+    gpus = [str(torch.cuda.get_device_properties(there).uuid) for there in range(number)]
+    out_of_reach = (
+        gpu
+        for there, gpu in enumerate(gpus)
+        if there != here and not torch.cuda.can_device_access_peer(here, there)
     )
+    return _Told(None, host, gpus[here], tuple(out_of_reach))

@@ -16,39 +16,45 @@ from tests.ranks import expect_error_on_ranks, run_on_ranks
 SETUP = {"max_tokens": 4, "hidden_size": 8, "dtype": torch.bfloat16}
 
 
-def _obstacle(rank: int, hosts: list[str], gpus: list[str], why: list[str | None]) -> str | None:
-    with (
-        mock.patch.object(nvlink, "unavailable", return_value=why[rank]),
-        mock.patch.object(nvlink, "_where", return_value=(hosts[rank], gpus[rank])),
-        mock.patch.object(nvlink, "_pair_without_access", return_value=None),
-    ):
-        return nvlink.obstacle(str(dist.group.WORLD.group_name), SETUP["dtype"])
+FINE = nvlink._Told(None, "a", "gpu 0", ())
+SECOND = FINE._replace(gpu="gpu 1")
+
+
+def _obstacle(rank: int, told: list[nvlink._Told], dtype: torch.dtype) -> str | None:
+    with mock.patch.object(nvlink, "_about_this_rank", return_value=told[rank]):
+        return nvlink.obstacle(str(dist.group.WORLD.group_name), dtype)
 
 
 @pytest.mark.parametrize(
-    ("hosts", "gpus", "why", "expected"),
+    ("second", "dtype", "expected"),
     [
-        (["a", "a"], ["0", "1"], [None, None], None),
-        (["a", "b"], ["0", "0"], [None, None], "its ranks are on 2 hosts"),
-        (["a", "a"], ["0", "0"], [None, None], "two ranks share a GPU"),
-        (["a", "a"], ["0", ""], [None, "no GPU"], "rank 1: no GPU"),
+        (SECOND, torch.bfloat16, None),
+        (FINE._replace(host="b"), torch.bfloat16, "its ranks are on 2 hosts"),
+        (FINE, torch.bfloat16, "two ranks share a GPU"),
+        (FINE._replace(why_not="no GPU"), torch.bfloat16, "rank 1: no GPU"),
+        (
+            SECOND._replace(out_of_reach=("gpu 0",)),
+            torch.bfloat16,
+            "the GPU of rank 1 cannot map the memory of rank 0's",
+        ),
+        (SECOND._replace(out_of_reach=("gpu 7",)), torch.bfloat16, None),
+        (SECOND, torch.float64, f"rows are torch.float64, not one of {nvlink.DTYPES}"),
     ],
-    ids=["none", "hosts", "shared", "missing"],
+    ids=["none", "hosts", "shared", "missing", "reach", "elsewhere", "dtype"],
 )
 def test_obstacle_is_the_same_on_every_rank(
-    hosts: list[str], gpus: list[str], why: list[str | None], expected: str | None
+    second: nvlink._Told, dtype: torch.dtype, expected: str | None
 ) -> None:
-    assert run_on_ranks(2, _obstacle, hosts, gpus, why) == [expected] * 2
+    assert run_on_ranks(2, _obstacle, [FINE, second], dtype) == [expected] * 2
 
 
-def _obstacle_of_float64(rank: int) -> str | None:
-    with mock.patch.object(nvlink, "unavailable", return_value=None):
-        return nvlink.obstacle(str(dist.group.WORLD.group_name), torch.float64)
+def _obstacle_without_a_gpu(rank: int) -> str | None:
+    return nvlink.obstacle(str(dist.group.WORLD.group_name), torch.bfloat16)
 
 
-def test_rows_of_other_dtypes_are_an_obstacle() -> None:
-    for why in run_on_ranks(2, _obstacle_of_float64):
-        assert "rows are torch.float64" in why
+@pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU is the point")
+def test_ranks_without_a_gpu_say_so() -> None:
+    assert run_on_ranks(2, _obstacle_without_a_gpu) == ["rank 0: no GPU; rank 1: no GPU"] * 2
 
 
 def _setup_by_name(rank: int) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ops.comm.nvlink import Workspace
+from moe_ops.comm.nvlink import DTYPES, Workspace
 from moe_ops.kernels import exchange_nvlink as kernels
 from moe_ops.layout import Plan
+from moe_ops.testing import assert_equal
 from tests.gpu import skip_without_library
 from tests.ops.plan_loop import Settings, plan_loop
 
 pytestmark = pytest.mark.gpu
 
 MAX_TOKENS, MAX_HIDDEN = 100, 256
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class World:
@@ -36,7 +36,8 @@ class World:
                 row_bytes=MAX_HIDDEN * 4,
                 num_sms=4,
                 timeout_s=5,
-                num_plan_ctas=16,
+                num_plan_ctas=-(-16 // num_ranks)
+                * num_ranks,  # the fewest: all must fit on one GPU
             )
             for rank in range(num_ranks)
         ]
@@ -77,8 +78,8 @@ class World:
 
 
 def random_ids(tokens: list[int], top_k: int, experts: int, seed: int) -> list[torch.Tensor]:
-    stream = torch.Generator().manual_seed(seed)
-    return [torch.randint(-1, experts, (number, top_k), generator=stream) for number in tokens]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-1, experts, (number, top_k), generator=generator) for number in tokens]
 
 
 def settings_of(mode: str, experts: int, tokens: list[int], top_k: int) -> Settings:
@@ -99,16 +100,16 @@ def check_plans(world: World, ids: list[torch.Tensor], settings: Settings) -> li
         expected = plan_loop(ids, rank, settings)
         for field in dataclasses.fields(Plan):
             found, wanted = getattr(plan, field.name).cpu(), getattr(expected, field.name)
-            assert torch.equal(found, wanted), f"rank {rank}: {field.name}: {found}, not {wanted}"
+            assert_equal(f"rank {rank}: {field.name}", found, wanted)
     return plans
 
 
 def check_rows(world: World, plans: list[Plan], width: int, dtype: torch.dtype) -> None:
     """dispatch gives each copy its token's row, combine adds the copies' rows in rank order."""
-    stream = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=stream, device="cuda")
+        return torch.randn(shape, generator=generator, device="cuda")
 
     top_k = plans[0].ids_DK.shape[1]
     tokens = [plan.copy_of_token_TP.shape[0] for plan in plans]
@@ -124,7 +125,8 @@ def check_rows(world: World, plans: list[Plan], width: int, dtype: torch.dtype) 
             if source >= 0:
                 x_DH[copy], weights_DK[copy] = xs[source][token], weights[source][token]
         weights_DK[plan.ids_DK < 0] = 0
-        assert torch.equal(sent[rank][0], x_DH) and torch.equal(sent[rank][1], weights_DK)
+        assert_equal(f"rank {rank}: rows_DH", sent[rank][0], x_DH)
+        assert_equal(f"rank {rank}: weights_DK", sent[rank][1], weights_DK)
 
         sums, weight_sums = torch.zeros_like(xs[rank]).float(), torch.zeros_like(weights[rank])
         for token, copies in enumerate(plan.copy_of_token_TP.tolist()):
@@ -133,14 +135,15 @@ def check_rows(world: World, plans: list[Plan], width: int, dtype: torch.dtype) 
                     held = plans[other].ids_DK[copy] >= 0
                     sums[token] += rows[other][copy].float()
                     weight_sums[token] += torch.where(held, grads[other][copy], 0)
-        assert torch.equal(back[rank][0], (sums + addends[rank].float()).to(dtype))
-        assert torch.equal(back[rank][1], weight_sums)
+        x_TH = (sums + addends[rank].float()).to(dtype)
+        assert_equal(f"rank {rank}: x_TH", back[rank][0], x_TH)
+        assert_equal(f"rank {rank}: weights_TK", back[rank][1], weight_sums)
 
 
 @pytest.mark.parametrize("window_bytes", [0, 1 << 20], ids=["inbox", "window"])
 @pytest.mark.parametrize("mode", ["exact", "capacity", "half"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-def test_random_exchanges(num_ranks: int, mode: str, window_bytes: int) -> None:
+def test_exchange_matches_reference(num_ranks: int, mode: str, window_bytes: int) -> None:
     world = World(num_ranks, window_bytes)
     for number, top_k in enumerate([1, 2, 3, 4, 8, 32]):
         tokens = [(31 * number + 17 * rank) % (MAX_TOKENS + 1) for rank in range(num_ranks)]
@@ -154,7 +157,7 @@ def test_random_exchanges(num_ranks: int, mode: str, window_bytes: int) -> None:
 
 @pytest.mark.parametrize("mode", ["exact", "capacity"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_lopsided_exchanges(num_ranks: int, mode: str) -> None:
+def test_exchange_handles_no_tokens_and_one_expert(num_ranks: int, mode: str) -> None:
     world = World(num_ranks, 1 << 20)
     none, one, full = [0] * num_ranks, [0] * (num_ranks - 1) + [7], [MAX_TOKENS] * num_ranks
     for tokens in (none, one, full):
@@ -164,7 +167,7 @@ def test_lopsided_exchanges(num_ranks: int, mode: str) -> None:
             check_rows(world, check_plans(world, ids, settings), width=64, dtype=torch.bfloat16)
 
 
-def test_wide_rows() -> None:
+def test_exchange_handles_long_and_short_rows() -> None:
     """A row longer than a stage, and as many as a warp takes at once."""
     skip_without_library()
     for width in (8, 16, 8192 + 8, 26_000):
@@ -177,5 +180,5 @@ def test_wide_rows() -> None:
         rows_DH, _ = kernels.launch_dispatch(space, x_TH, None, plan)
         y_TH, _ = kernels.launch_combine(space, rows_DH, None, None, plan)
         reached = (plan.copy_of_token_TP >= 0).any(1, keepdim=True)
-        assert torch.equal(y_TH, torch.where(reached, x_TH, 0))
+        assert_equal("y_TH", y_TH, torch.where(reached, x_TH, 0))
         assert (rows_DH[int(reached.sum()) :] == 0).all()
