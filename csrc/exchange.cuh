@@ -17,7 +17,7 @@ constexpr int kMaxTopK = 32;
 constexpr int kLanes = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFF;
 constexpr int kNone = -1;
-constexpr int kIdSenders = 16;  // CTAs that deliver ids
+constexpr int kIdSenders = 32;  // CTAs that deliver ids; a lane looks at the word of each
 
 // Settings that ranks must share, and how many exchanges came before: (digest << 32) | epoch.
 using Tag = uint64_t;
@@ -38,6 +38,7 @@ struct IdsArrived {
 // From one rank to another.
 struct Mail {
   uint64_t target;  // where in the receiver's workspace its rows go
+  int64_t limit;    // how many of them there are at most
   Tag tag;
 };
 

@@ -203,7 +203,8 @@ __global__ void __launch_bounds__((kMaxPushers + kTakers) * kLanes)
   if (warp() < exchange.num_pushers) {
     push_copies(exchange, combine, shared, stages + warp() * kStages * exchange.stage_bytes, epoch);
   } else {
-    greet(exchange, "combine", exchange.world.inbox_at(), exchange.tag_digest | epoch, shared);
+    greet(exchange, "combine", exchange.world.inbox_at(), exchange.world.max_copies(), exchange.tag_digest | epoch,
+          shared);
     if (exchange.weighted) {
       by_width(exchange, [&](auto width) { send_weights<width.value>(exchange, combine); });
     }

@@ -63,6 +63,8 @@ __device__ void push_tokens(const Exchange& exchange, const Dispatch& dispatch, 
       [&](int, int copy, uint32_t stage) -> uint32_t* {
         if (copy == kNone) return nullptr;
         const bool own = rank == world.rank;
+        const int64_t limit = own ? exchange.num_copies : shared.limit_of_peer[rank];
+        if (copy >= limit) fail(world, "dispatch", kOtherSettings, rank, limit, copy);  // it has another plan
         uint8_t* const there = own ? dispatch.rows : shared.rows_of_peer[rank];
         bulk_store(there + int64_t(copy) * row_bytes, stage + row * row_bytes, row_bytes);
         return own ? nullptr : world.flags(rank) + copy;
@@ -124,7 +126,9 @@ __device__ void take_weights(const Exchange& exchange, const Dispatch& dispatch)
     const int2 source = __ldg(reinterpret_cast<const int2*>(exchange.source_of_copy) + copy);
     const bool own = source.x == world.rank;
     const float* const from = own ? dispatch.weights + int64_t(source.y) * top_k + slot % top_k : inbox + slot;
-    store_weights(dispatch.row_weights + slot, load_held_weights<kWidth>(from, exchange.ids + slot));
+    Weights<kWidth> weights{};
+    if (source.x != kNone) weights = load_held_weights<kWidth>(from, exchange.ids + slot);
+    store_weights(dispatch.row_weights + slot, weights);
   });
 }
 
@@ -140,7 +144,7 @@ __global__ void __launch_bounds__((kMaxPushers + kTakers) * kLanes)
     const uint32_t stages = hopper::shared_address(shared_words) + kSharedHead;
     push_tokens(exchange, dispatch, shared, stages + warp() * kStages * exchange.stage_bytes, epoch);
   } else {
-    greet(exchange, "dispatch", dispatch.target, exchange.tag_digest | epoch, shared);
+    greet(exchange, "dispatch", dispatch.target, exchange.num_copies, exchange.tag_digest | epoch, shared);
     if (exchange.weighted) {
       by_width(exchange, [&](auto width) { send_weights<width.value>(exchange, dispatch); });
     }

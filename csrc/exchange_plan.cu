@@ -1,10 +1,10 @@
 // torch.ops.moe_ops_native.exchange_plan_*, called by moe_ops/kernels/exchange_nvlink.py: the operator exchange_plan.
 //
-// The kernel tells every rank the experts of this one's tokens and counts, over all ranks' tokens, chunk by chunk. Once
-// all CTAs have counted, each adds the counts up, so that it knows the places of its chunk's copies and rows, and
-// writes its part of the plan. Chunks lie in the order of copies: by source rank, then by token. Nothing but ids
-// crosses the link, and the host takes no part; where sizes are wanted there (exact mode), the two parts are kernels of
-// their own, and a third in between adds the sizes up.
+// A first kernel tells every rank the experts of this one's tokens. The second counts, over all ranks' tokens, chunk by
+// chunk. Once all CTAs have counted, each adds the counts up, so that it knows the places of its chunk's copies and
+// rows, and writes its part of the plan. Chunks lie in the order of copies: by source rank, then by token. Nothing but
+// ids crosses the link, and the host takes no part; where sizes are wanted there (exact mode), the two parts are
+// kernels of their own, and a third in between adds the sizes up.
 
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/library.h>
@@ -34,6 +34,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr const char* kWhat = "exchange_plan";
+constexpr int kSenderThreads = 256;
 constexpr int kIdsAtOnce = 8;
 constexpr int16_t kBadId = -2;
 
@@ -97,13 +98,16 @@ __device__ int num_tokens_of(const World& world, int source, uint32_t epoch) {
       __ldcg(reinterpret_cast<const unsigned long long*>(&world.control().ids_arrived[epoch & 1][source][0])));
 }
 
+// Apart from what waits for other ranks: a few small CTAs find room beside anything, so that no rank's wait hangs on
+// another's finding room for a large kernel.
 template <typename Id>
-__device__ void deliver_ids(const World& world, const Problem& problem, const Id* ids, uint32_t epoch) {
+__global__ void __launch_bounds__(kSenderThreads) deliver_kernel(World world, Problem problem, const Id* ids) {
+  const uint32_t epoch = world.control().plan_epoch + 1;
   const int64_t num_slots = int64_t(problem.num_tokens) * problem.top_k;
   if (problem.num_tokens <= world.max_tokens) {
-    for (int64_t first = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kIdsAtOnce; first < num_slots;
-         first += int64_t(kIdSenders) * kThreads * kIdsAtOnce) {
-      int16_t narrow[kIdsAtOnce];
+    for (int64_t first = (int64_t(blockIdx.x) * kSenderThreads + threadIdx.x) * kIdsAtOnce; first < num_slots;
+         first += int64_t(kIdSenders) * kSenderThreads * kIdsAtOnce) {
+      alignas(uint4) int16_t narrow[kIdsAtOnce];
 #pragma unroll
       for (int i = 0; i < kIdsAtOnce; ++i) {
         const Id id = first + i < num_slots ? ids[first + i] : Id{kNone};
@@ -378,7 +382,10 @@ __device__ void place_chunk(const World& world, const Problem& problem, const Pl
 
   slots::Sums sums = slots::add_up(problem.counts, num_columns, num_chunks, blockIdx.x, next_source, sort);
   const int bad = problem.bad_column(ranks), column = problem.copies_column(ranks);
-  if (thread == bad && sums.all != 0) fail(world, kWhat, kBadIds, chunk.source, 0, sums.all);
+  const int theirs = sums.second - sums.first;  // as seen by the first CTA of a source
+  if (thread == bad && blockIdx.x % chunks_per_rank == 0 && theirs != 0) {
+    fail(world, kWhat, kBadIds, chunk.source, 0, theirs);
+  }
   if (thread < num_columns) sort.totals[thread] = sums.all;
   __syncthreads();
   const int wanted_copies = sort.totals[column + world.rank];
@@ -415,9 +422,8 @@ __device__ void place_chunk(const World& world, const Problem& problem, const Pl
 }
 
 // Both parts of the work, or, if the host wants the sizes in between, either.
-template <bool kCounts, bool kPlaces, typename Id>
-__global__ void __launch_bounds__(kThreads)
-    plan_kernel(World world, Problem problem, const Id* own_ids, Plan plan, int chunks_per_rank) {
+template <bool kCounts, bool kPlaces>
+__global__ void __launch_bounds__(kThreads) plan_kernel(World world, Problem problem, Plan plan, int chunks_per_rank) {
   extern __shared__ uint4 shared_words[];
   slots::Shared& sort = *reinterpret_cast<slots::Shared*>(shared_words);
   __shared__ PlaceShared shared;
@@ -429,7 +435,6 @@ __global__ void __launch_bounds__(kThreads)
   const int source = blockIdx.x / chunks_per_rank;
   if constexpr (kCounts) {
     count[thread] = 0;
-    if (blockIdx.x < kIdSenders) deliver_ids(world, problem, own_ids, epoch);
     if (warp() == 0) {
       const int tokens = wait_for_ids(world, problem, source, epoch);
       __syncwarp();
@@ -482,29 +487,31 @@ Problem problem_of(const World& world, int64_t num_tokens, int64_t top_k, int64_
 
 int chunks_per_rank(const World& world) { return static_cast<int>(world.num_plan_ctas / world.num_ranks); }
 
-template <bool kCounts, bool kPlaces, typename Id>
-void launch(const World& world, const Problem& problem, const Id* ids, const Plan& plan, cudaStream_t stream) {
+template <bool kCounts, bool kPlaces>
+void launch(const World& world, const Problem& problem, const Plan& plan, cudaStream_t stream) {
   const int chunks = chunks_per_rank(world), ctas = chunks * static_cast<int>(world.num_ranks);
-  STD_TORCH_CHECK(ctas >= kIdSenders, "exchange_plan: CTAs must be at least ", kIdSenders, ", got ", ctas);
-  slots::launch(plan_kernel<kCounts, kPlaces, Id>, ctas, kThreads, slots::Shared::bytes(problem.experts_here),
-                kCounts && kPlaces ? slots::Start::kTogether : slots::Start::kPlain, stream, world, problem, ids, plan,
+  slots::launch(plan_kernel<kCounts, kPlaces>, ctas, kThreads, slots::Shared::bytes(problem.experts_here),
+                kCounts && kPlaces ? slots::Start::kTogether : slots::Start::kPlain, stream, world, problem, plan,
                 chunks);
 }
 
-template <bool kPlaces>
-void launch_count(const World& world, const Problem& problem, const Tensor& ids, const Plan& plan) {
-  const OnDeviceOf device(ids);
+void deliver(const World& world, const Problem& problem, const Tensor& ids, cudaStream_t stream) {
   if (ids.scalar_type() == ScalarType::Long) {
-    launch<true, kPlaces>(world, problem, ids.const_data_ptr<int64_t>(), plan, device.stream());
+    slots::launch(deliver_kernel<int64_t>, kIdSenders, kSenderThreads, 0, slots::Start::kPlain, stream, world, problem,
+                  ids.const_data_ptr<int64_t>());
   } else {
-    launch<true, kPlaces>(world, problem, ids.const_data_ptr<int>(), plan, device.stream());
+    slots::launch(deliver_kernel<int>, kIdSenders, kSenderThreads, 0, slots::Start::kPlain, stream, world, problem,
+                  ids.const_data_ptr<int>());
   }
 }
 
 // Sends ids [T, K], contiguous, and counts all ranks'. counts: a workspace that the next two take over.
 void exchange_plan_count(Tensor ids, Tensor world_numbers, int64_t num_experts, Tensor counts) {
   const World world = world_of(world_numbers);
-  launch_count<false>(world, problem_of(world, ids.size(0), ids.size(1), num_experts, counts), ids, Plan{});
+  const Problem problem = problem_of(world, ids.size(0), ids.size(1), num_experts, counts);
+  const OnDeviceOf device(ids);
+  deliver(world, problem, ids, device.stream());
+  launch<true, false>(world, problem, Plan{}, device.stream());
 }
 
 // totals [6, P] int64: copies sent, copies received, slots sent, slots received, ids that are no experts, tokens.
@@ -536,11 +543,12 @@ void exchange_plan_place(std::optional<Tensor> own_ids, Tensor world_numbers, in
                   static_cast<int>(ids.size(0)),
                   static_cast<int>(slot_of_row.size(0)),
                   own_ids ? static_cast<int>(ids.size(0)) : INT_MAX};
+  const OnDeviceOf device(ids);
   if (own_ids) {
-    launch_count<true>(world, problem, *own_ids, plan);
+    deliver(world, problem, *own_ids, device.stream());
+    launch<true, true>(world, problem, plan, device.stream());
   } else {
-    const OnDeviceOf device(ids);
-    launch<false, true, int>(world, problem, nullptr, plan, device.stream());
+    launch<false, true>(world, problem, plan, device.stream());
   }
 }
 

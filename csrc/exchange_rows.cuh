@@ -37,6 +37,7 @@ constexpr int kVectorBytes = 16;
 struct Shared {
   uint64_t full[kMaxPushers][kStages];
   uint8_t* rows_of_peer[kMaxRanks];  // where rows for a peer go
+  int64_t limit_of_peer[kMaxRanks];  // and how many it holds
   int first_copy[kMaxRanks + 1];     // of each source rank (combine)
 };
 
@@ -151,18 +152,21 @@ __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, 
 }
 
 // Tells the peers where rows for this rank go, and learns where theirs do. By the warps that take.
-__device__ inline void greet(const Exchange& exchange, const char* what, int64_t target, Tag tag, Shared& shared) {
+__device__ inline void greet(const Exchange& exchange, const char* what, int64_t target, int64_t limit, Tag tag,
+                             Shared& shared) {
   const World& world = exchange.world;
   const int peer = taker_thread(exchange);
   if (peer < world.num_ranks && peer != world.rank) {
     if (blockIdx.x == 0) {
       Mail& mail = world.control(peer).mail[world.rank];
       mail.target = target;
+      mail.limit = limit;
       store_release(&mail.tag, tag);
     }
     const Mail& mail = world.control().mail[peer];
     wait_for_tag(world, what, peer, &mail.tag, tag);
     shared.rows_of_peer[peer] = world.bases[peer] + *static_cast<const volatile uint64_t*>(&mail.target);
+    shared.limit_of_peer[peer] = *static_cast<const volatile int64_t*>(&mail.limit);
   }
   sync_greeted();
 }

@@ -63,7 +63,7 @@ def setup(
             host, with native kernels, rows of bf16, fp16 or float32; else the group's backend.
         max_tokens: most tokens that a rank brings to an exchange.
         hidden_size, dtype: of the longest rows.
-        num_sms: multiprocessors that `nvlink` may use; None: 16.
+        num_sms: multiprocessors that `nvlink` may use, at most 64; None: 16.
         timeout_s: seconds after which a collective that a rank does not join fails; on `nvlink`
             the CUDA context ends.
         window_bytes: bytes on each rank in which `nvlink` places what `dispatch` returns, which
@@ -106,6 +106,10 @@ def _check(sizes: dict[str, int | None], timeout_s: float, window_bytes: int | N
     for what, value in sizes.items():
         if value is not None and value < 1:
             raise ValueError(f"setup: {what} must be positive, got {value}")
+    if (num_sms := sizes["num_sms"]) is not None and num_sms > nvlink.MAX_SMS:
+        raise ValueError(f"setup: num_sms must be at most {nvlink.MAX_SMS}, got {num_sms}")
+    if (max_tokens := sizes["max_tokens"]) is not None and max_tokens > nvlink.MAX_TOKENS:
+        raise ValueError(f"setup: max_tokens must be at most {nvlink.MAX_TOKENS}, got {max_tokens}")
     if timeout_s <= 0:
         raise ValueError(f"setup: timeout_s must be positive, got {timeout_s}")
     if window_bytes is not None and window_bytes < 0:

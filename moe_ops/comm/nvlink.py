@@ -21,8 +21,9 @@ from .window import Window
 
 MAX_RANKS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PLAN_CTAS = 128  # that run at once on any GPU of compute capability 9.0
-DEFAULT_SMS = 16
+PLAN_CTAS = 128  # that must run at once
+DEFAULT_SMS, MAX_SMS = 16, 64  # MAX_SMS: exchanges of two groups still fit
+MAX_TOKENS = (1 << 24) - 2
 DEFAULT_WINDOW_OUTPUTS = 4  # of the greatest size
 _NUMBERS = 8  # of `World` in csrc/exchange.cuh, before the addresses
 _FAULTS = {
@@ -37,7 +38,7 @@ class Workspace:
     """What this rank's kernels need to exchange with the group's other ranks.
 
     `row_bytes` is that of the longest row. `num_plan_ctas`, of which each rank gets the same
-    number, all run at once and are at least 16. `world` is an int64 tensor on the CPU that kernels
+    number, all run at once. `world` is an int64 tensor on the CPU that kernels
     read: `World` of csrc/exchange.cuh. `fault`, pinned, is what a kernel that gave up says of it:
     code, peer, expected, seen.
     """
@@ -89,12 +90,13 @@ class Workspace:
         if self.fault[0].item():
             raise RuntimeError(f"nvlink: an exchange of rank {self.rank} failed: {self.why()}")
         stream = torch.cuda.current_stream(self.memory.device)
-        now = _Launch(stream, torch.cuda.is_current_stream_capturing())
+        captured, last = torch.cuda.is_current_stream_capturing(), self._last
         # NOTE: a stream that is being captured cannot wait for work outside its graph, nor the
         # other way round; what runs before and after a replay is up to who replays.
-        if self._last and self._last.stream != stream and self._last.captured == now.captured:
-            stream.wait_stream(self._last.stream)
-        self._last = now
+        together = last and last.captured == captured and (not captured or _captures(last.stream))
+        if last and last.stream != stream and together:
+            stream.wait_stream(last.stream)
+        self._last = _Launch(stream, captured)
         return self.world
 
     def why(self) -> str:
@@ -108,6 +110,11 @@ class _Launch(NamedTuple):
     captured: bool
 
 
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
 # By group: names are used again after a group is destroyed.
 _workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace] = weakref.WeakKeyDictionary()
 
@@ -118,7 +125,9 @@ def workspace(group_name: str) -> Workspace | None:
 
 
 def drop(group_name: str) -> None:
-    """Forget the group's workspaces, if it has them. Collective."""
+    """Forget the group's workspaces, if it has them. Collective. CUDA graphs that were captured
+    with them must not be replayed any more.
+    """
     if workspace(group_name):
         group = resolve(group_name)
         torch.cuda.synchronize()
@@ -164,6 +173,7 @@ class _Told(NamedTuple):
     why_not: str | None
     host: str
     gpu: str
+    num_sms: int
     out_of_reach: tuple[str, ...]  # GPUs whose memory it cannot map
 
 
@@ -173,6 +183,9 @@ def obstacle(group_name: str, dtype: torch.dtype) -> str | None:
     told: list[_Told] = [_about_this_rank()] * group.size()
     dist.all_gather_object(told, told[0], group=group)
     reasons = [f"rank {rank}: {its.why_not}" for rank, its in enumerate(told) if its.why_not]
+    fewest = min(its.num_sms for its in told)
+    if not reasons and fewest < PLAN_CTAS:
+        reasons.append(f"a GPU has {fewest} multiprocessors, fewer than {PLAN_CTAS}")
     if group.size() > MAX_RANKS:
         reasons.append(f"it has {group.size()} ranks, more than {MAX_RANKS}")
     if dtype not in DTYPES:
@@ -207,7 +220,7 @@ def _about_this_rank() -> _Told:
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
     if (why_not := unavailable()) is not None:
-        return _Told(why_not, host, "", ())
+        return _Told(why_not, host, "", 0, ())
     here, number = torch.cuda.current_device(), torch.cuda.device_count()
     gpus = [str(torch.cuda.get_device_properties(there).uuid) for there in range(number)]
     out_of_reach = (
@@ -215,4 +228,5 @@ def _about_this_rank() -> _Told:
         for there, gpu in enumerate(gpus)
         if there != here and not torch.cuda.can_device_access_peer(here, there)
     )
-    return _Told(None, host, gpus[here], tuple(out_of_reach))
+    num_sms = torch.cuda.get_device_properties(here).multi_processor_count
+    return _Told(None, host, gpus[here], num_sms, tuple(out_of_reach))

@@ -16,8 +16,8 @@ class Window:
     """Hands out parts of `memory`, uint8 on a GPU, as tensors; a part is free again once no tensor
     uses its storage.
 
-    As with any allocator that knows no `record_stream`, a stream other than the current ones at a
-    tensor's making and death must be done with it by then.
+    What takes a part over waits for the streams that were current at the tensor's making and at its
+    death. Work of other streams must be ordered before those; `record_stream` does nothing.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -47,8 +47,8 @@ class Window:
     def _collect(self) -> None:
         while self._given_back:
             part = self._given_back.popleft()
-            if part.done is not None:
-                torch.cuda.current_stream(self._memory.device).wait_event(part.done)
+            for event in part.done:
+                torch.cuda.current_stream(self._memory.device).wait_event(event)
             self._free.append((part.start, part.end))
         merged: list[tuple[int, int]] = []
         for start, end in sorted(self._free):
@@ -64,7 +64,8 @@ class _Part:
 
     def __init__(self, window: Window, start: int, end: int) -> None:
         self.window, self.start, self.end = window, start, end
-        self.done: torch.cuda.Event | None = None
+        self.maker = torch.cuda.current_stream(window._memory.device)
+        self.done: list[torch.cuda.Event] = []
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -80,5 +81,6 @@ class _Part:
             return
         # A graph's capture begins after all work outside it has ended: nothing to wait for.
         if not torch.cuda.is_current_stream_capturing():
-            self.done = torch.cuda.current_stream(self.window._memory.device).record_event()
-        self.window._given_back.append(self)
+            streams = {self.maker, torch.cuda.current_stream(self.window._memory.device)}
+            self.done = [stream.record_event() for stream in streams]
+        self.window._given_back.append(self)  # no lock: `empty` may hold it while this runs

@@ -103,8 +103,8 @@ def read_totals(
         )
     if max(tokens) > space.max_tokens:
         raise ValueError(
-            f"exchange_plan: ids_TK must have at most max_tokens = {space.max_tokens} of setup "
-            f"rows, got {tokens} by rank"
+            f"exchange_plan: ids_TK must have at most max_tokens = {space.max_tokens} rows (of "
+            f"comm.setup), got {tokens} by rank"
         )
     return splits
 
@@ -144,6 +144,14 @@ def launch_place(
     torch.ops.moe_ops_native.exchange_plan_place(own_ids, space.enter(), num_experts, counts, *plan)
 
 
+def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Contiguous, and at an address that kernels may read 16 bytes from."""
+    if tensor is None:
+        return None
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def dispatch(
     x_TH: torch.Tensor,
     weights_TK: torch.Tensor | None,
@@ -164,6 +172,7 @@ def launch_dispatch(
     plan: layout.Plan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator `dispatch` of "full" rows."""
+    world = space.enter()  # before the window's memory is taken
     shape = (plan.num_copies, x_TH.shape[1])
     rows_DH = None
     if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
@@ -172,12 +181,12 @@ def launch_dispatch(
         rows_DH = x_TH.new_empty(shape)
     weights_DK = x_TH.new_empty(0 if weights_TK is None else plan.ids_DK.shape, dtype=torch.float32)
     torch.ops.moe_ops_native.exchange_dispatch(
-        x_TH.contiguous(),
-        None if weights_TK is None else weights_TK.contiguous(),
-        plan.copy_of_token_TP.contiguous(),
-        plan.source_of_copy_D2.contiguous(),
-        plan.ids_DK.contiguous(),
-        space.enter(),
+        _aligned(x_TH),
+        _aligned(weights_TK),
+        _aligned(plan.copy_of_token_TP),
+        _aligned(plan.source_of_copy_D2),
+        _aligned(plan.ids_DK),
+        world,
         space.memory.numel(),
         rows_DH,
         weights_DK,
@@ -212,12 +221,12 @@ def launch_combine(
         0 if weights_DK is None else (num_tokens, top_k), dtype=torch.float32
     )
     torch.ops.moe_ops_native.exchange_combine(
-        rows_DH.contiguous(),
-        None if weights_DK is None else weights_DK.contiguous(),
-        None if addend_TH is None else addend_TH.contiguous(),
-        plan.copy_of_token_TP.contiguous(),
-        plan.source_of_copy_D2.contiguous(),
-        plan.ids_DK.contiguous(),
+        _aligned(rows_DH),
+        _aligned(weights_DK),
+        _aligned(addend_TH),
+        _aligned(plan.copy_of_token_TP),
+        _aligned(plan.source_of_copy_D2),
+        _aligned(plan.ids_DK),
         space.enter(),
         x_TH,
         weights_TK,
@@ -229,7 +238,7 @@ def _takes_plan(ids_TK: torch.Tensor, num_experts: int, group_name: str, *sizes:
     space = nvlink.workspace(group_name)
     if space is None:
         return False
-    return ids_TK.shape[1] <= MAX_TOP_K and _num_columns(space, num_experts) <= _MAX_COLUMNS
+    return 0 < ids_TK.shape[1] <= MAX_TOP_K and _num_columns(space, num_experts) <= _MAX_COLUMNS
 
 
 def _takes_rows(values: torch.Tensor, tensors: list[torch.Tensor], group_name: str) -> bool:
@@ -238,7 +247,7 @@ def _takes_rows(values: torch.Tensor, tensors: list[torch.Tensor], group_name: s
         return False
     row_bytes = values.shape[1] * values.dtype.itemsize
     fits = 0 < row_bytes <= min(space.row_bytes, _MAX_ROW_BYTES) and row_bytes % 16 == 0
-    return fits and layout.Plan(*tensors).ids_DK.shape[1] <= MAX_TOP_K
+    return fits and 0 < layout.Plan(*tensors).ids_DK.shape[1] <= MAX_TOP_K
 
 
 def _takes_dispatch(

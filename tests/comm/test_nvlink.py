@@ -16,7 +16,7 @@ from tests.ranks import expect_error_on_ranks, run_on_ranks
 SETUP = {"max_tokens": 4, "hidden_size": 8, "dtype": torch.bfloat16}
 
 
-FINE = nvlink._Told(None, "a", "gpu 0", ())
+FINE = nvlink._Told(None, "a", "gpu 0", 132, ())
 SECOND = FINE._replace(gpu="gpu 1")
 
 
@@ -38,9 +38,14 @@ def _obstacle(rank: int, told: list[nvlink._Told], dtype: torch.dtype) -> str | 
             "the GPU of rank 1 cannot map the memory of rank 0's",
         ),
         (SECOND._replace(out_of_reach=("gpu 7",)), torch.bfloat16, None),
+        (
+            SECOND._replace(num_sms=78),
+            torch.bfloat16,
+            "a GPU has 78 multiprocessors, fewer than 128",
+        ),
         (SECOND, torch.float64, f"rows are torch.float64, not one of {nvlink.DTYPES}"),
     ],
-    ids=["none", "hosts", "shared", "missing", "reach", "elsewhere", "dtype"],
+    ids=["none", "hosts", "shared", "missing", "reach", "elsewhere", "small", "dtype"],
 )
 def test_obstacle_is_the_same_on_every_rank(
     second: nvlink._Told, dtype: torch.dtype, expected: str | None
@@ -65,6 +70,19 @@ def test_an_engine_asked_for_by_name_that_cannot_run_is_an_error_on_every_rank()
     for kind, text in expect_error_on_ranks(2, _setup_by_name):
         assert kind == "ValueError"
         assert "setup: engine 'nvlink' cannot carry group" in text and "'gloo'" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("num_sms", 65, "setup: num_sms must be at most 64, got 65"),
+        ("max_tokens", 1 << 24, "setup: max_tokens must be at most 16777214, got 16777216"),
+        ("window_bytes", -1, "setup: window_bytes must not be negative, got -1"),
+    ],
+)
+def test_setup_refuses_what_no_workspace_holds(name: str, value: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        comm.setup(None, **{**SETUP, name: value})
 
 
 def test_auto_falls_back_with_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -182,3 +182,21 @@ def test_exchange_handles_long_and_short_rows() -> None:
         reached = (plan.copy_of_token_TP >= 0).any(1, keepdim=True)
         assert_equal("y_TH", y_TH, torch.where(reached, x_TH, 0))
         assert (rows_DH[int(reached.sum()) :] == 0).all()
+
+
+def test_exchange_takes_tensors_at_odd_addresses() -> None:
+    world = World(1, 0)
+    (space,) = world.spaces
+    ids_TK = torch.zeros(6, 4, dtype=torch.int32, device="cuda")
+    plan = Plan(*kernels.launch_plan(space, ids_TK, 1, 6, 6, 24))
+
+    def odd(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        size = torch.Size(shape).numel()
+        return torch.randn(size + 1, device="cuda").to(dtype)[1:].view(shape)
+
+    x_TH, weights_TK = odd(6, 64, dtype=torch.bfloat16), odd(6, 4, dtype=torch.float32)
+    rows_DH, weights_DK = kernels.launch_dispatch(space, x_TH, weights_TK, plan)
+    assert_equal("rows_DH", rows_DH, x_TH)
+    assert_equal("weights_DK", weights_DK, weights_TK)
+    y_TH, _ = kernels.launch_combine(space, x_TH, weights_TK, x_TH, plan)
+    assert_equal("y_TH", y_TH, x_TH * 2)
