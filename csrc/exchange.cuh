@@ -10,13 +10,12 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "launch.cuh"
+
 namespace moe_ops::exchange {
 
 constexpr int kMaxRanks = 8;
 constexpr int kMaxTopK = 32;
-constexpr int kLanes = 32;
-constexpr unsigned kAllLanes = 0xFFFFFFFF;
-constexpr int kNone = -1;
 constexpr int kIdSenders = 32;  // CTAs that deliver ids; a lane looks at the word of each
 
 // Settings that ranks must share, and how many exchanges came before: (digest << 32) | epoch.

@@ -186,12 +186,12 @@ __device__ void take_weights(const Exchange& exchange, const Combine& combine) {
 }
 
 template <typename T, int kRanks>
-__global__ void __launch_bounds__((kMaxPushers + kTakers) * kLanes)
+__global__ void __launch_bounds__((kCombinePushers + kTakers) * kLanes)
     combine_kernel(const __grid_constant__ Exchange exchange, const __grid_constant__ Combine combine) {
   extern __shared__ uint4 shared_words[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_words);
   init_barriers(shared);
-  slots::wait_for_previous_kernel();
+  wait_for_previous_kernel();
   const uint32_t epoch = exchange.world.control().epoch + 1;
   const int ranks = exchange.world.num_ranks;
   if (warp() <= ranks) {
@@ -227,7 +227,7 @@ void exchange_combine(Tensor rows, std::optional<Tensor> weights, std::optional<
                       Tensor source_of_copy, Tensor ids, Tensor world_numbers, Tensor x, Tensor weights_out) {
   const OnDeviceOf device(rows);
   const Exchange exchange =
-      exchange_of(world_numbers, true, rows, weights.has_value(), copy_of_token, source_of_copy, ids);
+      exchange_of(world_numbers, Op::kCombine, rows, weights.has_value(), copy_of_token, source_of_copy, ids);
   const Combine combine{static_cast<const uint8_t*>(rows.data_ptr()), pointer_or_null<const float>(weights),
                         pointer_or_null<const uint8_t>(addend), static_cast<uint8_t*>(x.data_ptr()),
                         static_cast<float*>(weights_out.data_ptr())};

@@ -132,12 +132,12 @@ __device__ void take_weights(const Exchange& exchange, const Dispatch& dispatch)
   });
 }
 
-__global__ void __launch_bounds__((kMaxPushers + kTakers) * kLanes)
+__global__ void __launch_bounds__((kDispatchPushers + kTakers) * kLanes)
     dispatch_kernel(const __grid_constant__ Exchange exchange, const __grid_constant__ Dispatch dispatch) {
   extern __shared__ uint4 shared_words[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_words);
   init_barriers(shared);
-  slots::wait_for_previous_kernel();
+  wait_for_previous_kernel();
   const uint32_t epoch = exchange.world.control().epoch + 1;
   __syncthreads();
   if (warp() < exchange.num_pushers) {
@@ -159,15 +159,15 @@ __global__ void __launch_bounds__((kMaxPushers + kTakers) * kLanes)
 
 // The operator dispatch; all tensors contiguous, weights float32. `weights_out` is not touched without weights.
 void exchange_dispatch(Tensor x, std::optional<Tensor> weights, Tensor copy_of_token, Tensor source_of_copy, Tensor ids,
-                       Tensor world_numbers, int64_t window_bytes, Tensor rows, Tensor weights_out) {
+                       Tensor world_numbers, int64_t mapped_bytes, Tensor rows, Tensor weights_out) {
   const OnDeviceOf device(x);
   const Exchange exchange =
-      exchange_of(world_numbers, false, x, weights.has_value(), copy_of_token, source_of_copy, ids);
+      exchange_of(world_numbers, Op::kDispatch, x, weights.has_value(), copy_of_token, source_of_copy, ids);
   const World& world = exchange.world;
   uint8_t* const out = static_cast<uint8_t*>(rows.data_ptr());
   const int64_t offset = out - world.bases[world.rank];
   const int64_t out_bytes = rows.numel() * rows.element_size();
-  const bool direct = 0 <= offset && offset + out_bytes <= window_bytes;
+  const bool direct = 0 <= offset && offset + out_bytes <= mapped_bytes;
   launch(dispatch_kernel, exchange,
          Dispatch{static_cast<const uint8_t*>(x.data_ptr()), pointer_or_null<const float>(weights), out,
                   static_cast<float*>(weights_out.data_ptr()), direct ? offset : world.inbox_at(), direct},
@@ -177,7 +177,7 @@ void exchange_dispatch(Tensor x, std::optional<Tensor> weights, Tensor copy_of_t
 STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {
   m.def(
       "exchange_dispatch(Tensor x, Tensor? weights, Tensor copy_of_token, Tensor source_of_copy, Tensor ids, Tensor"
-      " world, int window_bytes, Tensor(a!) rows, Tensor(b!) weights_out) -> ()");
+      " world, int mapped_bytes, Tensor(a!) rows, Tensor(b!) weights_out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) { m.impl("exchange_dispatch", TORCH_BOX(&exchange_dispatch)); }

@@ -28,8 +28,6 @@ namespace {
 using slots::kThreads;
 using slots::kTile;
 using slots::kWarps;
-using slots::lane;
-using slots::warp;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -39,15 +37,15 @@ constexpr int kIdsAtOnce = 8;
 constexpr int16_t kBadId = -2;
 
 struct Problem {
-  int num_tokens, top_k, num_experts, experts_here;
+  int num_tokens, top_k, num_experts, experts_here, num_ranks;
   uint32_t digest;
-  int* counts;  // [chunks][columns]
+  int* chunk_counts;  // [chunks][columns]
 
   // Columns: rows of each local expert, copies to each rank, slots to each rank, ids that are no experts.
-  __host__ __device__ int copies_column(int num_ranks) const { return experts_here; }
-  __host__ __device__ int slots_column(int num_ranks) const { return experts_here + num_ranks; }
-  __host__ __device__ int bad_column(int num_ranks) const { return experts_here + 2 * num_ranks; }
-  __host__ __device__ int num_columns(int num_ranks) const { return experts_here + 2 * num_ranks + 1; }
+  __host__ __device__ int copies_column() const { return experts_here; }
+  __host__ __device__ int slots_column() const { return experts_here + num_ranks; }
+  __host__ __device__ int bad_column() const { return experts_here + 2 * num_ranks; }
+  __host__ __device__ int num_columns() const { return experts_here + 2 * num_ranks + 1; }
 };
 
 struct Plan {
@@ -83,13 +81,13 @@ __device__ void for_each_id(const int16_t* ids, int top_k, Use use) {
   }
 }
 
-// Which ranks a token goes to, bit by bit.
-__device__ unsigned ranks_of(const int16_t* ids, const Problem& problem) {
-  unsigned ranks = 0;
+// The ranks that a token goes to, bit by bit.
+__device__ unsigned destinations_of(const int16_t* ids, const Problem& problem) {
+  unsigned destinations = 0;
   for_each_id(ids, problem.top_k, [&](int id) {
-    if (id >= 0) ranks |= 1u << (unsigned(id) / unsigned(problem.experts_here));
+    if (id >= 0) destinations |= 1u << (unsigned(id) / unsigned(problem.experts_here));
   });
-  return ranks;
+  return destinations;
 }
 
 // Once rank `source` has told it.
@@ -146,7 +144,7 @@ __device__ void count_chunk(const World& world, const Problem& problem, const Ch
   const int first_expert = int(world.rank) * problem.experts_here;
   for (int first = chunk.begin; first < chunk.end; first += kThreads) {
     const int token = first + int(threadIdx.x);
-    unsigned ranks = 0;
+    unsigned destinations = 0;
     uint64_t slots_of_rank = 0;  // a byte a rank
     int bad = 0;
     if (token < chunk.end) {
@@ -156,30 +154,30 @@ __device__ void count_chunk(const World& world, const Problem& problem, const Ch
           return;
         }
         const int rank = unsigned(id) / unsigned(problem.experts_here);
-        ranks |= 1u << rank;
+        destinations |= 1u << rank;
         slots_of_rank += uint64_t{1} << (8 * rank);
         if (rank == world.rank) atomicAdd(count + id - first_expert, 1);
       });
     }
     for (int rank = 0; rank < world.num_ranks; ++rank) {
-      const int copies = __popc(__ballot_sync(kAllLanes, ranks >> rank & 1));
+      const int copies = __popc(__ballot_sync(kAllLanes, destinations >> rank & 1));
       const int held = __reduce_add_sync(kAllLanes, int(slots_of_rank >> (8 * rank) & 0xFF));
       if (lane() == 0 && held != 0) {
-        atomicAdd(count + problem.copies_column(world.num_ranks) + rank, copies);
-        atomicAdd(count + problem.slots_column(world.num_ranks) + rank, held);
+        atomicAdd(count + problem.copies_column() + rank, copies);
+        atomicAdd(count + problem.slots_column() + rank, held);
       }
     }
     bad = __reduce_add_sync(kAllLanes, bad);
-    if (lane() == 0 && bad != 0) atomicAdd(count + problem.bad_column(world.num_ranks), bad);
+    if (lane() == 0 && bad != 0) atomicAdd(count + problem.bad_column(), bad);
   }
 }
 
 // totals [6][P]: copies sent and received, slots sent and received, bad ids, tokens; by rank.
 __global__ void __launch_bounds__(kThreads)
     totals_kernel(World world, Problem problem, int chunks_per_rank, int64_t* totals) {
-  const int ranks = world.num_ranks, num_columns = problem.num_columns(ranks);
-  const int columns[] = {problem.copies_column(ranks), problem.copies_column(ranks), problem.slots_column(ranks),
-                         problem.slots_column(ranks), problem.bad_column(ranks)};
+  const int ranks = world.num_ranks, num_columns = problem.num_columns();
+  const int columns[] = {problem.copies_column(), problem.copies_column(), problem.slots_column(),
+                         problem.slots_column(), problem.bad_column()};
   for (int item = warp(); item < 5 * ranks; item += kWarps) {
     const int row = item / ranks, rank = item % ranks;
     const bool sent = row == 0 || row == 2;
@@ -187,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
     const int column = columns[row] + (sent ? rank : row < 4 ? int(world.rank) : 0);
     int sum = 0;
     for (int i = lane(); i < chunks_per_rank; i += kLanes) {
-      sum += problem.counts[(source * chunks_per_rank + i) * num_columns + column];
+      sum += problem.chunk_counts[(source * chunks_per_rank + i) * num_columns + column];
     }
     sum = __reduce_add_sync(kAllLanes, sum);
     if (lane() == 0) totals[item] = sum;
@@ -204,16 +202,16 @@ struct Places {
 
 // Places of the copies of up to kThreads tokens, one a thread, on the ranks of the bits of `wanted`.
 template <typename Use>
-__device__ void place_copies(Places& places, unsigned ranks, unsigned wanted, int num_ranks, Use use) {
+__device__ void place_copies(Places& places, unsigned destinations, unsigned wanted, int num_ranks, Use use) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     if (!(wanted >> rank & 1)) continue;
-    const unsigned voters = __ballot_sync(kAllLanes, ranks >> rank & 1);
+    const unsigned voters = __ballot_sync(kAllLanes, destinations >> rank & 1);
     if (lane() == 0) places.warp_counts[rank][warp()] = __popc(voters);
   }
   __syncthreads();
   for (int rank = 0; rank < num_ranks; ++rank) {
     if (!(wanted >> rank & 1)) continue;
-    const unsigned voters = __ballot_sync(kAllLanes, ranks >> rank & 1);
+    const unsigned voters = __ballot_sync(kAllLanes, destinations >> rank & 1);
     const int of_warp = places.warp_counts[rank][lane()];
     const int before = __reduce_add_sync(kAllLanes, lane() < warp() ? of_warp : 0);
     const int place = places.next[rank] + before + __popc(voters & ((1u << lane()) - 1));
@@ -241,8 +239,8 @@ struct PlaceShared {
 // Chunks up to the one in which the copies for this rank reach the capacity.
 __device__ void find_limit(const World& world, const Problem& problem, int num_chunks, int num_copies,
                            PlaceShared& shared, slots::Shared& sort) {
-  const int column = problem.copies_column(world.num_ranks) + int(world.rank), chunk = threadIdx.x;
-  const int copies = chunk < num_chunks ? problem.counts[chunk * problem.num_columns(world.num_ranks) + column] : 0;
+  const int column = problem.copies_column() + int(world.rank), chunk = threadIdx.x;
+  const int copies = chunk < num_chunks ? problem.chunk_counts[chunk * problem.num_columns() + column] : 0;
   int total;
   const int before = slots::exclusive_scan(copies, sort, total);
   if (before <= num_copies && num_copies < before + copies) shared.limit = {chunk, before};
@@ -260,8 +258,8 @@ __device__ void count_kept(const World& world, const Problem& problem, int chunk
   for (int first = chunk.begin; first < chunk.end; first += kThreads) {
     const int token = first + int(threadIdx.x);
     const int16_t* const mine = ids + int64_t(token) * problem.top_k;
-    const unsigned ranks = token < chunk.end ? ranks_of(mine, problem) : 0;
-    place_copies(shared.places, ranks, 1u << world.rank, world.num_ranks, [&](int, int place) {
+    const unsigned destinations = token < chunk.end ? destinations_of(mine, problem) : 0;
+    place_copies(shared.places, destinations, 1u << world.rank, world.num_ranks, [&](int, int place) {
       if (place == kNone || place >= num_copies) return;
       for_each_id(mine, problem.top_k, [&](int id) {
         if (id >= 0 && id / problem.experts_here == world.rank) atomicAdd(shared.kept + id % problem.experts_here, 1);
@@ -271,13 +269,12 @@ __device__ void count_kept(const World& world, const Problem& problem, int chunk
 }
 
 // As slots::add_up of the experts' rows, as far as their copies fit.
-__device__ slots::Sums add_up_kept(const Problem& problem, int num_ranks, int first, int second,
-                                   const PlaceShared& shared) {
+__device__ slots::Sums add_up_kept(const Problem& problem, int first, int second, const PlaceShared& shared) {
   slots::Sums sums{};
   const int expert = threadIdx.x, num_whole = shared.limit.num_whole;
   for (int chunk = 0; chunk <= num_whole; ++chunk) {
     const int rows =
-        chunk < num_whole ? problem.counts[chunk * problem.num_columns(num_ranks) + expert] : shared.kept[expert];
+        chunk < num_whole ? problem.chunk_counts[chunk * problem.num_columns() + expert] : shared.kept[expert];
     if (chunk < first) sums.first += rows;
     if (chunk < second) sums.second += rows;
     sums.all += rows;
@@ -296,13 +293,13 @@ __device__ void clear_tails(const Plan& plan, int top_k, int held_copies, int he
   for (int64_t i = held_rows + first; i < plan.num_rows; i += stride) plan.slot_of_row[i] = kNone;
 }
 
-// A tile's tokens, one a thread, which go to `ranks`: their copies.
-__device__ void write_copies(const World& world, const Plan& plan, const Chunk& chunk, int first, unsigned ranks,
+// A tile's tokens, one a thread, which go to `destinations`: their copies.
+__device__ void write_copies(const World& world, const Plan& plan, const Chunk& chunk, int first, unsigned destinations,
                              Places& places) {
   const int token = first + int(threadIdx.x);
   const bool own = chunk.source == world.rank;
   const unsigned wanted = own ? (1u << world.num_ranks) - 1 : 1u << world.rank;
-  place_copies(places, ranks, wanted, world.num_ranks, [&](int rank, int place) {
+  place_copies(places, destinations, wanted, world.num_ranks, [&](int rank, int place) {
     if (place >= plan.copy_limit) place = kNone;
     if (own && token < chunk.end) plan.copy_of_token[int64_t(token) * world.num_ranks + rank] = place;
     if (rank != world.rank) return;
@@ -370,18 +367,19 @@ __device__ void place_chunk(const World& world, const Problem& problem, const Pl
                             slots::Shared& sort) {
   Places& places = shared.places;
   const int ranks = world.num_ranks, experts = problem.experts_here, thread = threadIdx.x;
-  const int num_chunks = gridDim.x, num_columns = problem.num_columns(ranks);
+  const int num_chunks = gridDim.x, num_columns = problem.num_columns();
   const int next_source = (chunk.source + 1) * chunks_per_rank;
   const int tile_tokens = min(kTile / problem.top_k, kThreads);
-  const auto ranks_of_mine = [&](int first) {
+  const auto mine_of = [&](int first) {
     const int token = first + thread;
-    return thread < tile_tokens && token < chunk.end ? ranks_of(ids + int64_t(token) * problem.top_k, problem) : 0;
+    return thread < tile_tokens && token < chunk.end ? destinations_of(ids + int64_t(token) * problem.top_k, problem)
+                                                     : 0;
   };
-  unsigned next_ranks = ranks_of_mine(chunk.begin);  // of the first tile, loaded while others count
+  unsigned next_destinations = mine_of(chunk.begin);  // of the first tile, loaded while others count
   if (kWaits) wait_for_counts(world.control(), epoch);
 
-  slots::Sums sums = slots::add_up(problem.counts, num_columns, num_chunks, blockIdx.x, next_source, sort);
-  const int bad = problem.bad_column(ranks), column = problem.copies_column(ranks);
+  slots::Sums sums = slots::add_up(problem.chunk_counts, num_columns, num_chunks, blockIdx.x, next_source, sort);
+  const int bad = problem.bad_column(), column = problem.copies_column();
   const int theirs = sums.second - sums.first;  // as seen by the first CTA of a source
   if (thread == bad && blockIdx.x % chunks_per_rank == 0 && theirs != 0) {
     fail(world, kWhat, kBadIds, chunk.source, 0, theirs);
@@ -396,7 +394,7 @@ __device__ void place_chunk(const World& world, const Problem& problem, const Pl
     __syncthreads();
   }
   if (column <= thread && thread < column + ranks) places.next[thread - column] = sums.first;
-  if (overflow && thread < experts) sums = add_up_kept(problem, ranks, blockIdx.x, next_source, shared);
+  if (overflow && thread < experts) sums = add_up_kept(problem, blockIdx.x, next_source, shared);
 
   int wanted_rows;
   int next_row = sums.first + slots::exclusive_scan(thread < experts ? sums.all : 0, sort, wanted_rows);
@@ -413,8 +411,8 @@ __device__ void place_chunk(const World& world, const Problem& problem, const Pl
   __syncthreads();
 
   for (int first = chunk.begin; first < chunk.end; first += tile_tokens) {
-    const unsigned mine = next_ranks;
-    next_ranks = ranks_of_mine(first + tile_tokens);
+    const unsigned mine = next_destinations;
+    next_destinations = mine_of(first + tile_tokens);
     const int num_tokens = min(tile_tokens, chunk.end - first);
     write_copies(world, plan, chunk, first, mine, places);
     write_rows(world, problem, plan, num_tokens, ids + int64_t(first) * problem.top_k, places, sort, next_row);
@@ -430,7 +428,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(World world, Problem pro
   __shared__ int count[slots::kMaxExperts];
   __shared__ int num_tokens;
   Control& here = world.control();
-  const int ranks = world.num_ranks, num_columns = problem.num_columns(ranks), thread = threadIdx.x;
+  const int num_columns = problem.num_columns(), thread = threadIdx.x;
   const uint32_t epoch = here.plan_epoch + (kCounts ? 1 : 0);
   const int source = blockIdx.x / chunks_per_rank;
   if constexpr (kCounts) {
@@ -449,7 +447,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(World world, Problem pro
   if constexpr (kCounts) {
     count_chunk(world, problem, chunk, ids, count);
     __syncthreads();
-    if (thread < num_columns) problem.counts[blockIdx.x * num_columns + thread] = count[thread];
+    if (thread < num_columns) problem.chunk_counts[blockIdx.x * num_columns + thread] = count[thread];
     __syncthreads();
     // The last CTA counts the plan: all have read the epoch by then.
     if (thread == 0) {
@@ -459,7 +457,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(World world, Problem pro
   }
   if constexpr (kPlaces) {
     if (num_tokens > world.max_tokens) fail(world, kWhat, kTooManyTokens, source, world.max_tokens, num_tokens);
-    slots::allow_next_kernel();
+    allow_next_kernel();
     place_chunk<kCounts>(world, problem, plan, chunk, ids, chunks_per_rank, epoch, shared, sort);
   }
 }
@@ -471,13 +469,11 @@ Problem problem_of(const World& world, int64_t num_tokens, int64_t top_k, int64_
   STD_TORCH_CHECK(0 < top_k && top_k <= kMaxTopK, "exchange_plan: K must be 1 .. ", kMaxTopK, ", got ", top_k);
   STD_TORCH_CHECK(experts_here * world.num_ranks == num_experts && num_experts < 32768,
                   "exchange_plan: num_experts must be a multiple of the ranks and below 2^15, got ", num_experts);
-  Problem problem{static_cast<int>(num_tokens),
-                  static_cast<int>(top_k),
-                  static_cast<int>(num_experts),
-                  static_cast<int>(experts_here),
-                  digest_of(0, top_k, num_experts, num_copies, num_rows),
+  Problem problem{static_cast<int>(num_tokens),      static_cast<int>(top_k),
+                  static_cast<int>(num_experts),     static_cast<int>(experts_here),
+                  static_cast<int>(world.num_ranks), digest_of(Op::kPlan, top_k, num_experts, num_copies, num_rows),
                   counts.mutable_data_ptr<int>()};
-  const int columns = problem.num_columns(world.num_ranks);
+  const int columns = problem.num_columns();
   STD_TORCH_CHECK(columns <= kThreads, "exchange_plan: experts of a rank must be at most ",
                   kThreads - 2 * world.num_ranks - 1, ", got ", experts_here);
   STD_TORCH_CHECK(counts.numel() >= world.num_plan_ctas * columns, "exchange_plan: counts must hold ",
@@ -490,18 +486,17 @@ int chunks_per_rank(const World& world) { return static_cast<int>(world.num_plan
 template <bool kCounts, bool kPlaces>
 void launch(const World& world, const Problem& problem, const Plan& plan, cudaStream_t stream) {
   const int chunks = chunks_per_rank(world), ctas = chunks * static_cast<int>(world.num_ranks);
-  slots::launch(plan_kernel<kCounts, kPlaces>, ctas, kThreads, slots::Shared::bytes(problem.experts_here),
-                kCounts && kPlaces ? slots::Start::kTogether : slots::Start::kPlain, stream, world, problem, plan,
-                chunks);
+  moe_ops::launch(plan_kernel<kCounts, kPlaces>, ctas, kThreads, slots::Shared::bytes(problem.experts_here),
+                  kCounts && kPlaces ? Start::kTogether : Start::kPlain, stream, world, problem, plan, chunks);
 }
 
 void deliver(const World& world, const Problem& problem, const Tensor& ids, cudaStream_t stream) {
   if (ids.scalar_type() == ScalarType::Long) {
-    slots::launch(deliver_kernel<int64_t>, kIdSenders, kSenderThreads, 0, slots::Start::kPlain, stream, world, problem,
-                  ids.const_data_ptr<int64_t>());
+    moe_ops::launch(deliver_kernel<int64_t>, kIdSenders, kSenderThreads, 0, Start::kPlain, stream, world, problem,
+                    ids.const_data_ptr<int64_t>());
   } else {
-    slots::launch(deliver_kernel<int>, kIdSenders, kSenderThreads, 0, slots::Start::kPlain, stream, world, problem,
-                  ids.const_data_ptr<int>());
+    moe_ops::launch(deliver_kernel<int>, kIdSenders, kSenderThreads, 0, Start::kPlain, stream, world, problem,
+                    ids.const_data_ptr<int>());
   }
 }
 
@@ -519,8 +514,8 @@ void exchange_plan_totals(Tensor world_numbers, int64_t top_k, int64_t num_exper
   const World world = world_of(world_numbers);
   const Problem problem = problem_of(world, 0, top_k, num_experts, counts);
   const OnDeviceOf device(counts);
-  slots::launch(totals_kernel, 1, kThreads, 0, slots::Start::kPlain, device.stream(), world, problem,
-                chunks_per_rank(world), totals.mutable_data_ptr<int64_t>());
+  moe_ops::launch(totals_kernel, 1, kThreads, 0, Start::kPlain, device.stream(), world, problem, chunks_per_rank(world),
+                  totals.mutable_data_ptr<int64_t>());
 }
 
 // The plan's device tensors, in the order of layout.Plan: with `own_ids` all of the work, without (after

@@ -17,7 +17,6 @@
 #include "device.h"
 #include "exchange.cuh"
 #include "hopper.cuh"
-#include "slots.cuh"
 #include "world.h"
 
 namespace moe_ops::exchange {
@@ -26,8 +25,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // Warps of a CTA.
-constexpr int kMaxPushers = 4;      // of dispatch
-constexpr int kCombinePushers = 3;  // of combine: shared memory that they do without caches what its takers load
+constexpr int kDispatchPushers = 4;
+constexpr int kCombinePushers = 3;  // one fewer leaves L1, which shares that memory, to what takers load
 constexpr int kTakers = 16;
 constexpr int kStages = 3;
 constexpr int kStageBytes = 16 * 1024;  // a batch of short rows; a longer row is a batch of its own
@@ -35,7 +34,7 @@ constexpr int kSharedBytes = 227 * 1024;
 constexpr int kVectorBytes = 16;
 
 struct Shared {
-  uint64_t full[kMaxPushers][kStages];
+  uint64_t full[kDispatchPushers][kStages];
   uint8_t* rows_of_peer[kMaxRanks];  // where rows for a peer go
   int64_t limit_of_peer[kMaxRanks];  // and how many it holds
   int first_copy[kMaxRanks + 1];     // of each source rank (combine)
@@ -49,13 +48,10 @@ struct Exchange {
   const int *copy_of_token, *source_of_copy, *ids;
   int num_tokens, num_copies, top_k, row_bytes;
   int batch_rows, stage_bytes, num_pushers;
-  bool weighted;  // an empty tensor of weights has no address to tell
+  bool weighted;  // whether weights travel (an empty tensor of them has no address either)
 
   __device__ int num_batches(int num_rows) const { return (num_rows + batch_rows - 1) / batch_rows; }
 };
-
-__device__ inline int lane() { return threadIdx.x % kLanes; }
-__device__ inline int warp() { return threadIdx.x / kLanes; }
 
 __device__ inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -90,9 +86,10 @@ struct Batch {
   int bytes;
 };
 
-// One warp's batches first, first + step, .. below `end`, through its stages. For each, `batch_of(i)` says what to load
-// (no bytes: nothing), `place_of(i)` loads, early, the number by which the lane's part of `deliver(i, place, stage)`
-// goes; that one starts stores of the lane and returns the flag to raise when they have arrived, or null.
+// One warp's batches first, first + step, .. below `end`, through its stages.
+//   batch_of(i): what to load; no bytes for nothing
+//   place_of(i): a number for this lane, loaded two batches ahead
+//   deliver(i, place, stage): starts this lane's stores, returns the flag to raise when they have arrived, or null
 //
 // A stage is free once its stores have read it. Flags wait until the stores have arrived, and are raised kFlagged
 // batches at a time, kFlagged batches later: ordering them after the rows takes a microsecond.
@@ -123,7 +120,7 @@ __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, 
   for (int number = 0; number < kStages; ++number) load(number);
   int current = place(0), next = place(1);
   sync_greeted();
-  uint32_t* before[kFlagged]{};
+  uint32_t* previous_flags[kFlagged]{};
   for (int base = 0; first + base * step < end; base += kFlagged) {
     uint32_t* flags[kFlagged]{};
 #pragma unroll
@@ -143,12 +140,12 @@ __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, 
       if (number > 0) load(number - 1 + kStages);
     }
     stores_wait<kFlagged>();
-    raise(before);
+    raise(previous_flags);
 #pragma unroll
-    for (int i = 0; i < kFlagged; ++i) before[i] = flags[i];
+    for (int i = 0; i < kFlagged; ++i) previous_flags[i] = flags[i];
   }
   stores_wait<0>();
-  raise(before);
+  raise(previous_flags);
 }
 
 // Tells the peers where rows for this rank go, and learns where theirs do. By the warps that take.
@@ -294,11 +291,11 @@ __device__ void by_width(const Exchange& exchange, Use use) {
   }
 }
 
-inline Exchange exchange_of(const Tensor& world_numbers, bool back, const Tensor& rows, bool weighted,
+inline Exchange exchange_of(const Tensor& world_numbers, Op op, const Tensor& rows, bool weighted,
                             const Tensor& copy_of_token, const Tensor& source_of_copy, const Tensor& ids) {
   const int64_t row_bytes = rows.size(1) * rows.element_size(), top_k = ids.size(1);
   Exchange exchange{world_of(world_numbers),
-                    uint64_t{digest_of(1, back, row_bytes, int64_t(rows.scalar_type()), weighted ? top_k : 0)} << 32,
+                    uint64_t{digest_of(op, row_bytes, int64_t(rows.scalar_type()), weighted ? top_k : 0)} << 32,
                     copy_of_token.const_data_ptr<int>(),
                     source_of_copy.const_data_ptr<int>(),
                     ids.const_data_ptr<int>(),
@@ -307,19 +304,18 @@ inline Exchange exchange_of(const Tensor& world_numbers, bool back, const Tensor
                     static_cast<int>(top_k),
                     static_cast<int>(row_bytes)};
   const World& world = exchange.world;
-  STD_TORCH_CHECK(row_bytes % kVectorBytes == 0 && 0 < row_bytes && row_bytes <= world.max_row_bytes,
-                  "moe_ops: rows must have a multiple of 16 bytes and at most ", world.max_row_bytes, ", got ",
-                  row_bytes);
-  STD_TORCH_CHECK(exchange.num_tokens <= world.max_tokens, "moe_ops: tokens must be at most ", world.max_tokens,
-                  ", got ", exchange.num_tokens);
-  STD_TORCH_CHECK(top_k <= kMaxTopK, "moe_ops: K must be at most ", kMaxTopK, ", got ", top_k);
+  STD_TORCH_CHECK(row_bytes % kVectorBytes == 0 && 0 < row_bytes && row_bytes <= world.max_row_bytes, name_of(op),
+                  ": bytes of a row must be a multiple of 16 and at most ", world.max_row_bytes, ", got ", row_bytes);
+  STD_TORCH_CHECK(exchange.num_tokens <= world.max_tokens, name_of(op), ": tokens of a rank must be at most ",
+                  world.max_tokens, ", got ", exchange.num_tokens);
+  STD_TORCH_CHECK(top_k <= kMaxTopK, name_of(op), ": K must be at most ", kMaxTopK, ", got ", top_k);
   const int most = kLanes / static_cast<int>(world.num_ranks);  // a lane a (row, rank)
   exchange.weighted = weighted;
   exchange.batch_rows = std::max(std::min(kStageBytes / exchange.row_bytes, most), 1);
   exchange.stage_bytes = (exchange.batch_rows * exchange.row_bytes + 127) / 128 * 128;
   const int stages = (kSharedBytes - kSharedHead) / exchange.stage_bytes;
-  exchange.num_pushers = std::min(stages / kStages, back ? kCombinePushers : kMaxPushers);
-  STD_TORCH_CHECK(exchange.num_pushers > 0, "moe_ops: rows are too long for shared memory, got bytes ", row_bytes);
+  exchange.num_pushers = std::min(stages / kStages, op == Op::kCombine ? kCombinePushers : kDispatchPushers);
+  STD_TORCH_CHECK(exchange.num_pushers > 0, name_of(op), ": rows must fit into shared memory, got bytes ", row_bytes);
   return exchange;
 }
 
@@ -327,8 +323,8 @@ template <typename Arguments>
 void launch(void (*kernel)(Exchange, Arguments), const Exchange& exchange, const Arguments& arguments,
             cudaStream_t stream) {
   const int shared_bytes = kSharedHead + exchange.num_pushers * kStages * exchange.stage_bytes;
-  slots::launch(kernel, static_cast<int>(exchange.world.num_sms), (exchange.num_pushers + kTakers) * kLanes,
-                shared_bytes, slots::Start::kEarly, stream, exchange, arguments);
+  launch(kernel, static_cast<int>(exchange.world.num_sms), (exchange.num_pushers + kTakers) * kLanes, shared_bytes,
+         Start::kEarly, stream, exchange, arguments);
 }
 
 template <typename T>

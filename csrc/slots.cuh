@@ -6,22 +6,17 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <type_traits>
 
-#include "device.h"
+#include "launch.cuh"
 
 namespace moe_ops::slots {
 
-constexpr unsigned kAllLanes = 0xFFFFFFFF;
-constexpr int kLanes = 32;
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kLanes;
 constexpr int kSteps = 4;
 constexpr int kTile = kThreads * kSteps;
 constexpr int kMaxExperts = kThreads;
-constexpr int kCountsAtOnce = 8;              // loads in flight of a thread
-constexpr int kNone = -1;                     // no expert, no row, no slot
-constexpr int kPlainSharedBytes = 32 * 1024;  // what a kernel gets without asking, beside what it declares
+constexpr int kCountsAtOnce = 8;  // loads in flight of a thread
 
 static_assert(kWarps == kLanes, "a warp's lanes hold one number a warp");
 
@@ -53,15 +48,7 @@ struct Tile {
   int num_held;         // slots with an expert
 };
 
-__device__ inline int lane() { return threadIdx.x % kLanes; }
-__device__ inline int warp() { return threadIdx.x / kLanes; }
 __device__ inline int slot_of_tile(int step) { return (warp() * kSteps + step) * kLanes + lane(); }
-
-// Lets the next kernel in the stream start now, rather than when this one ends.
-__device__ inline void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// Until the kernel before this one has ended and what it wrote can be read.
-__device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // The sum of `value` over the threads before this one, and over all. A barrier must lie between two calls.
 __device__ inline int exclusive_scan(int value, Shared& shared, int& total) {
@@ -170,35 +157,6 @@ __device__ inline Sums add_up(const int* counts, int num_columns, int num_chunks
     }
   }
   return sums;
-}
-
-// How a kernel starts: after the one before it; before that one's end, calling wait_for_previous_kernel; or all CTAs at
-// once, so that they may wait for each other.
-enum class Start { kPlain, kEarly, kTogether };
-
-template <typename... Parameters>
-void launch(void (*kernel)(Parameters...), int ctas, int threads, int shared_bytes, Start start, cudaStream_t stream,
-            std::common_type_t<Parameters>... arguments) {
-  if (shared_bytes > kPlainSharedBytes) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-               "cudaFuncSetAttribute");
-  }
-  cudaLaunchAttribute attribute{};
-  if (start == Start::kEarly) {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  } else {
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = ctas;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = start == Start::kPlain ? 0 : 1;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), "a launch");
 }
 
 }  // namespace moe_ops::slots

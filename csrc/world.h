@@ -22,11 +22,17 @@ inline World world_of(const torch::stable::Tensor& tensor) {
   return world;
 }
 
+enum class Op { kPlan, kDispatch, kCombine };
+
+inline const char* name_of(Op op) {
+  return op == Op::kPlan ? "exchange_plan" : op == Op::kDispatch ? "dispatch" : "combine";
+}
+
 // FNV-1a over what all ranks must have in common.
 template <typename... Numbers>
-uint32_t digest_of(Numbers... numbers) {
+uint32_t digest_of(Op op, Numbers... numbers) {
   uint32_t hash = 2166136261u;
-  for (int64_t number : {static_cast<int64_t>(numbers)...}) {
+  for (int64_t number : {static_cast<int64_t>(op), static_cast<int64_t>(numbers)...}) {
     for (int i = 0; i < 64; i += 8) hash = (hash ^ ((number >> i) & 0xFF)) * 16777619u;
   }
   return hash;

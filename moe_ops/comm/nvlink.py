@@ -27,7 +27,7 @@ MAX_TOKENS = (1 << 24) - 2
 DEFAULT_WINDOW_OUTPUTS = 4  # of the greatest size
 _NUMBERS = 8  # of `World` in csrc/exchange.cuh, before the addresses
 _FAULTS = {
-    1: "rank {peer} did not arrive: expected exchange or count {expected}, seen {seen}",
+    1: "rank {peer} did not arrive: of its exchanges or parts expected {expected}, seen {seen}",
     2: "rank {peer} called another operator, or with other settings",
     3: "rank {peer} has more tokens than max_tokens = {expected} of setup",
     4: "rank {peer} has ids that are neither -1 nor experts, {seen} in all",

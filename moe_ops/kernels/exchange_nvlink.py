@@ -16,7 +16,7 @@ from .kernel import Kernel
 
 MAX_TOP_K = 32
 _MAX_COLUMNS = 1024  # experts here and a few more are counted by the threads of a CTA
-_MAX_ROW_BYTES = 53 * 1024  # what three rows a warp leave of shared memory
+_MAX_ROW_BYTES = 53 * 1024  # three rows of a warp must fit into shared memory
 
 
 def exchange_plan(
@@ -46,7 +46,9 @@ def launch_plan(
     copy_capacity: int | None,
     row_capacity: int | None,
 ) -> list[torch.Tensor]:
-    """All of the plan's tensors."""
+    """The plan's tensors in the order of `layout.Plan`, splits_4P on the CPU. Waits for the device
+    unless both capacities are given.
+    """
     if copy_capacity is None or row_capacity is None:
         counts = launch_count(space, ids_TK, num_experts)
         splits = read_totals(space, counts, ids_TK.shape[1], num_experts)
@@ -61,7 +63,7 @@ def launch_plan(
 
 
 def new_counts(space: nvlink.Workspace, ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """A workspace of the kernels of one plan."""
+    """Scratch [num_plan_ctas * columns] int32, which the kernels of one plan hand on."""
     columns = _num_columns(space, num_experts)
     return ids_TK.new_empty(space.num_plan_ctas * columns, dtype=torch.int32)
 
@@ -72,8 +74,8 @@ def _num_columns(space: nvlink.Workspace, num_experts: int) -> int:
 
 
 def launch_count(space: nvlink.Workspace, ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Sends ids to all ranks and counts those of all ranks; returns the workspace that the plan's
-    other kernels go on with.
+    """Send ids to all ranks and count those of all ranks; returns the scratch that the plan's other
+    kernels go on with.
     """
     counts = new_counts(space, ids_TK, num_experts)
     torch.ops.moe_ops_native.exchange_plan_count(
@@ -85,7 +87,7 @@ def launch_count(space: nvlink.Workspace, ids_TK: torch.Tensor, num_experts: int
 def read_totals(
     space: nvlink.Workspace, counts: torch.Tensor, top_k: int, num_experts: int
 ) -> list[list[int]]:
-    """splits_4P as lists: the one read of exact mode.
+    """splits_4P as lists: the one read of exact mode, right behind `launch_count` on its stream.
 
     Raises:
         ValueError: on every rank, if one of them has ids that are no experts, or too many tokens.
@@ -116,7 +118,7 @@ def new_plan(
     num_copies: int,
     num_rows: int,
 ) -> list[torch.Tensor]:
-    """The plan's tensors on the device, not filled."""
+    """`layout.Plan`'s tensors without splits_4P, int32, not filled, of D copies and C rows."""
     num_tokens, top_k = ids_TK.shape
     experts_here = num_experts // space.num_ranks
     shapes: list[tuple[int, ...]] = [
@@ -139,7 +141,7 @@ def launch_place(
     num_experts: int,
     plan: list[torch.Tensor],
 ) -> None:
-    """Fills `plan`: with ids all by itself, else after `launch_count`."""
+    """Fill `plan`: with ids all by itself, else after `launch_count`."""
     own_ids = None if ids_TK is None else ids_TK.contiguous()
     torch.ops.moe_ops_native.exchange_plan_place(own_ids, space.enter(), num_experts, counts, *plan)
 
@@ -171,7 +173,7 @@ def launch_dispatch(
     weights_TK: torch.Tensor | None,
     plan: layout.Plan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator `dispatch` of "full" rows."""
+    """rows_DH [D, H], in the window where that has room, and weights_DK [D, K] ([0] if none)."""
     world = space.enter()  # before the window's memory is taken
     shape = (plan.num_copies, x_TH.shape[1])
     rows_DH = None
@@ -214,7 +216,7 @@ def launch_combine(
     addend_TH: torch.Tensor | None,
     plan: layout.Plan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator `combine`."""
+    """x_TH [T, H] and weights_TK [T, K] float32 ([0] if none)."""
     num_tokens, top_k = plan.copy_of_token_TP.shape[0], plan.ids_DK.shape[1]
     x_TH = rows_DH.new_empty(num_tokens, rows_DH.shape[1])
     weights_TK = rows_DH.new_empty(
