@@ -66,7 +66,7 @@ def test_passes_run_in_order() -> None:
     options = fx_passes.options()
     names = {hook: [run.__name__ for run in options[hook].passes] for hook in options}
     assert names == {
-        JOINT: ["recompute_rows_pass", "recompute_activation_pass"],
+        JOINT: ["protect_exchange_pass", "recompute_rows_pass", "recompute_activation_pass"],
         HOOK: [
             *("fuse_swiglu_pass", "fold_permute_grouped_mm_pass"),
             *("split_exchange_pass", "lower_pass"),
@@ -146,7 +146,8 @@ def test_reads_json_and_overrides_win(tmp_path: Path) -> None:
 def test_rejects_unknown_settings(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     path.write_text('{"chunks": 4}')
-    fields = "fold_permute_grouped_mm, fuse_swiglu, split_exchange, lower, chunk_exchange"
+    fields = "fold_permute_grouped_mm, fuse_swiglu, protect_exchange, split_exchange, lower"
+    fields += ", chunk_exchange"
     known = rf"among \[{fields}\], got"
     with pytest.raises(ValueError, match=rf"options: .*{known} fuse_all, fuse_some"):
         fx_passes.options(fuse_some=True, fuse_all=True)

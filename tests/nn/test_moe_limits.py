@@ -235,7 +235,8 @@ def test_setup_agrees_or_raises_on_every_rank() -> None:
     run_on_ranks(2, _bad_setup, {}, False)
     for fields, differing, message in (
         ({}, True, "same settings"),
-        ({"engine": "nvlink"}, False, "engine must be"),
+        ({"engine": "pigeon"}, False, "engine must be"),
+        ({"engine": "nvlink"}, False, "its backend is 'gloo'"),
         ({"num_sms": 0}, False, "num_sms must be"),
         ({"max_tokens": 0}, False, "max_tokens must be"),
     ):
