@@ -101,10 +101,6 @@ __device__ inline uint64_t load_acquire(const uint64_t* word) {
   return value;
 }
 
-__device__ inline void store_release(uint32_t* word, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
 __device__ inline void store_release(uint64_t* word, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
@@ -116,8 +112,6 @@ __device__ inline void store_relaxed(uint32_t* word, uint32_t value) {
 __device__ inline void add_release(uint32_t* word, uint32_t value) {
   asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
-
-__device__ inline Tag tag_of(uint32_t digest, uint32_t epoch) { return (uint64_t{digest} << 32) | epoch; }
 
 // Whether `seen` counts as many exchanges as `epoch`, or more.
 __device__ inline bool reached(uint32_t seen, uint32_t epoch) { return static_cast<int32_t>(seen - epoch) >= 0; }

@@ -30,13 +30,13 @@ __device__ void push_copies(const Exchange& exchange, const Combine& combine, Sh
   for (int rank = 0; rank < ranks; ++rank) {
     if (rank != world.rank) most = max(most, shared.first_copy[rank + 1] - shared.first_copy[rank]);
   }
-  const int num_batches = exchange.num_batches(most) * (ranks - 1);  // none with one rank
+  const int others = ranks - 1, num_batches = exchange.num_batches(most) * others;  // none with one rank
   struct Range {
     int source, first, held;
   };
   const auto range_of = [&](int batch) {
-    const int others = ranks - 1, source = (int(world.rank) + 1 + batch % others) % ranks;
-    const int first = shared.first_copy[source] + batch / (ranks - 1) * rows;
+    const int source = (int(world.rank) + 1 + batch % others) % ranks;
+    const int first = shared.first_copy[source] + batch / others * rows;
     return Range{source, first, max(min(rows, shared.first_copy[source + 1] - first), 0)};
   };
   push<2>(  // the takers wait for flags

@@ -12,7 +12,6 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <algorithm>
 #include <climits>
 #include <cstdint>
 #include <optional>

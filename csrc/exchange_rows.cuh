@@ -274,9 +274,7 @@ __device__ inline void wait_for_weights(const Exchange& exchange, const char* wh
   const int peer = taker_thread(exchange);
   if (peer < world.num_ranks && peer != world.rank) {
     const Control& here = world.control();
-    const uint32_t* const arrived = &here.weights_arrived[peer];
-    const uint32_t expected = here.weights_expected + gridDim.x;
-    wait_for_count(world, what, peer, arrived, expected);
+    wait_for_count(world, what, peer, &here.weights_arrived[peer], here.weights_expected + gridDim.x);
   }
   sync_takers();
 }

@@ -124,3 +124,12 @@ def experts(op: str, num_experts: int, num_ranks: int) -> None:
             f"{op}: num_experts must be a positive multiple of the group's {num_ranks} "
             f"ranks, got {num_experts}"
         )
+
+
+def no_ids_outside(op: str, num_experts: int, outside_P: list[int]) -> None:
+    """No rank has ids that are neither -1 nor experts; `outside_P` says how many each has."""
+    if outside := {rank: number for rank, number in enumerate(outside_P) if number}:
+        raise ValueError(
+            f"{op}: ids_TK must be in -1 .. E-1 = {num_experts - 1}, "
+            f"got ids outside on ranks (rank: how many) {outside}"
+        )

@@ -68,6 +68,11 @@ def read_splits(splits_P: torch.Tensor) -> list[int]:
     return list(numbers.from_address(splits_P.data_ptr())) if splits_P.numel() else []
 
 
+def equal_splits(num_ranks: int, max_tokens: int, top_k: int) -> list[list[int]]:
+    """splits_4P of capacity mode, as lists: what a rank may send, for every pair of ranks."""
+    return [[max_tokens] * num_ranks] * 2 + [[max_tokens * top_k] * num_ranks] * 2
+
+
 def starts_of(counts: torch.Tensor) -> torch.Tensor:
     """Exclusive prefix sums of `counts` along dim 0."""
     return counts.cumsum(0) - counts

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ COLLECTIVE_TIMEOUT_S = 60
 PRELOAD = ["torch", "torch._dynamo", "moe_ops", "hypothesis", "pytest"]
 GRACE_S = 10  # for the other ranks to end once one has failed
 
-_pools: dict[int, _Pool] = {}
+_pools: dict[int, Pool] = {}
 
 
 class RankError(AssertionError):
@@ -78,7 +79,11 @@ def _call(
 ) -> list[tuple[Any, ...]]:
     request = pickle.dumps((function, args))
     if world_size not in _pools:
-        _pools[world_size] = _Pool(world_size)
+        # Forked from one clean process that has imported torch and holds no threads, groups or
+        # devices: a fresh interpreter a rank takes 3 to 6 s of CPU for the imports.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        _pools[world_size] = Pool(world_size, context, _join_world)
     answers = _pools[world_size].call(request, timeout_s)
     if any(kind == "lost" for kind, *_ in answers):
         _close(world_size)
@@ -97,12 +102,12 @@ def _close_all() -> None:
         _close(world_size)
 
 
-class _Pool:
-    def __init__(self, world_size: int) -> None:
-        # Forked from one clean process that has imported torch and holds no threads, groups or
-        # devices: a fresh interpreter a rank takes 3 to 6 s of CPU for the imports.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+class Pool:
+    """Processes, started by `context`, that first run `join_world(rank, world_size, port)`."""
+
+    def __init__(
+        self, world_size: int, context: BaseContext, join_world: Callable[[int, int, int], None]
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory()
         # Held by this process: its port is chosen by the system, so no two pools can meet.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -110,7 +115,8 @@ class _Pool:
         self.processes = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            arguments = (rank, world_size, self.store.port, there, self._stack_file(rank))
+            place = (rank, world_size, self.store.port)
+            arguments = (join_world, place, there, self._stack_file(rank))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -170,18 +176,23 @@ class _Pool:
         self.folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_file: str) -> None:
+def _serve(
+    join_world: Callable[[int, int, int], None],
+    place: tuple[int, int, int],
+    connection: Connection,
+    stack_file: str,
+) -> None:
     """A rank: answer requests until the parent closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
-        _join_world(rank, world_size, port)
+        join_world(*place)
         while True:
             try:
                 request = connection.recv_bytes()
             except (EOFError, OSError):
                 os._exit(0)  # no orderly goodbye: the other ranks are gone, too
-            connection.send_bytes(_answer(rank, request))
+            connection.send_bytes(_answer(place[0], request))
 
 
 def _join_world(rank: int, world_size: int, port: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import layout
+from .. import checks, layout
 from ..comm import nvlink
 from .kernel import Kernel
 
@@ -55,8 +55,7 @@ def launch_plan(
         plan = new_plan(space, ids_TK, num_experts, sum(splits[1]), sum(splits[3]))
         launch_place(space, None, counts, num_experts, plan)
     else:
-        slots = max_tokens * ids_TK.shape[1]
-        splits = [[max_tokens] * space.num_ranks] * 2 + [[slots] * space.num_ranks] * 2
+        splits = layout.equal_splits(space.num_ranks, max_tokens, ids_TK.shape[1])
         plan = new_plan(space, ids_TK, num_experts, copy_capacity, row_capacity)
         launch_place(space, ids_TK, new_counts(space, ids_TK, num_experts), num_experts, plan)
     return [*plan, torch.tensor(splits)]
@@ -97,12 +96,7 @@ def read_totals(
         space.world, top_k, num_experts, counts, totals_6P
     )
     *splits, outside, tokens = totals_6P.tolist()
-    if any(outside):
-        bad = {source: number for source, number in enumerate(outside) if number}
-        raise ValueError(
-            f"exchange_plan: ids_TK must be in -1 .. E-1 = {num_experts - 1}, "
-            f"got ids outside on ranks (rank: how many) {bad}"
-        )
+    checks.no_ids_outside("exchange_plan", num_experts, outside)
     if max(tokens) > space.max_tokens:
         raise ValueError(
             f"exchange_plan: ids_TK must have at most max_tokens = {space.max_tokens} rows (of "

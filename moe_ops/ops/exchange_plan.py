@@ -113,12 +113,7 @@ def _read_header(headers: torch.Tensor, rank: int, num_experts: int) -> list[lis
     """splits_4P as lists: the one read of exact mode."""
     numbers = headers.tolist()
     num_ranks = len(numbers)
-    outside = {source: row[0] for source, row in enumerate(numbers) if row[0]}
-    if outside:
-        raise ValueError(
-            f"exchange_plan: ids_TK must be in -1 .. E-1 = {num_experts - 1}, "
-            f"got ids outside on ranks (rank: how many) {outside}"
-        )
+    checks.no_ids_outside("exchange_plan", num_experts, [row[0] for row in numbers])
     first, second = slice(1, 1 + num_ranks), slice(1 + num_ranks, None)
     return [
         numbers[rank][first],
@@ -150,8 +145,7 @@ def _reference(
     else:
         rule = f"exchange_plan: ids_TK must be in -1 .. E-1 = {num_experts - 1}"
         torch._assert_async(headers[:, 0].sum() == 0, f"{rule}, got others on some rank")
-        slots = max_tokens * ids_TK.shape[1]
-        splits = [[max_tokens] * num_ranks] * 2 + [[slots] * num_ranks] * 2
+        splits = layout.equal_splits(num_ranks, max_tokens, ids_TK.shape[1])
         sent_TP = sent_TP & (place_TP < copy_capacity)
     copy_of_token_TP = torch.where(sent_TP, place_TP, -1)
 

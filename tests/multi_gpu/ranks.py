@@ -17,12 +17,10 @@ import functools
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,13 +30,13 @@ import torch.distributed as dist
 from moe_ops import comm
 from moe_ops.comm import in_flight
 from moe_ops.testing import fill_empty_with_nan
-from tests.ranks import COLLECTIVE_TIMEOUT_S, GRACE_S, RankError, _answer, _Pool
+from tests.ranks import COLLECTIVE_TIMEOUT_S, GRACE_S, Pool, RankError
 
 NUM_RANKS = 2
 MAX_TOKENS, MAX_HIDDEN = 4096, 7168  # of every exchange over `groups()`
 EXCHANGE_TIMEOUT_S = 30
 
-_pool: _GpuPool | None = None
+_pool: Pool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +113,9 @@ def _call(
 ) -> list[tuple[Any, ...]]:
     global _pool
     request = pickle.dumps((_finished, (function, *args)))
-    _pool = _pool or _GpuPool()
+    if _pool is None:
+        # Spawned: a process that was forked from one with a CUDA context has none.
+        _pool = Pool(NUM_RANKS, multiprocessing.get_context("spawn"), _join_world)
     answers = _pool.call(request, timeout_s)
     if any(kind == "lost" for kind, *_ in answers):
         _close()
@@ -138,45 +138,13 @@ def _close() -> None:
         pool.close()
 
 
-class _GpuPool(_Pool):
-    def __init__(self) -> None:
-        # Spawned: a process that was forked from one with a CUDA context has none.
-        context = multiprocessing.get_context("spawn")
-        self.folder = tempfile.TemporaryDirectory()
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.connections: list[Connection] = []
-        self.processes = []
-        for rank in range(NUM_RANKS):
-            here, there = context.Pipe()
-            arguments = (rank, self.store.port, there, self._stack_file(rank))
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            there.close()
-            self.connections.append(here)
-            self.processes.append(process)
-
-
-def _serve(rank: int, port: int, connection: Connection, stack_file: str) -> NoReturn:
-    """A rank: answer requests until the parent closes its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(stack_file, "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
-        _join_world(rank, port)
-        while True:
-            try:
-                request = connection.recv_bytes()
-            except (EOFError, OSError):
-                os._exit(0)  # no orderly goodbye: the other rank is gone, too
-            connection.send_bytes(_answer(rank, request))
-
-
-def _join_world(rank: int, port: int) -> None:
+def _join_world(rank: int, world_size: int, port: int) -> None:
     torch.set_num_threads(1)
     torch.cuda.set_device(rank)
     fill_empty_with_nan()
     timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=NUM_RANKS, timeout=timeout)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +194,7 @@ def _work_alone(
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     exitcode = 1
     try:
-        _join_world(rank, port)
+        _join_world(rank, NUM_RANKS, port)
         function(rank, *args)
         exitcode = 0
     except BaseException:  # noqa: BLE001 - whatever it is, the parent reads it
