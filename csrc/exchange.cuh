@@ -48,7 +48,9 @@ struct Control {
   uint64_t ids_arrived[2][kMaxRanks][kIdSenders];  // by parity of the epoch; an IdsArrived from each CTA that delivers
   uint32_t weights_arrived[kMaxRanks];             // CTAs that delivered weights, of all exchanges so far
   uint32_t weights_expected;                       // of each peer, before the running exchange
-  uint32_t faulty;                                 // whether a thread has taken charge of the fault
+  uint32_t pulled[kMaxRanks];  // CTAs that are through with this rank's rows, of all exchanges so far
+  uint32_t pulled_expected;    // of each peer, before the running exchange
+  uint32_t faulty;             // whether a thread has taken charge of the fault
 };
 
 enum FaultCode : int64_t { kLate = 1, kOtherSettings = 2, kTooManyTokens = 3, kBadIds = 4 };

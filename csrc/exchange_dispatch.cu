@@ -50,7 +50,7 @@ __device__ void push_tokens(const Exchange& exchange, const Dispatch& dispatch, 
   const int pusher = blockIdx.x * exchange.num_pushers + warp(), step = gridDim.x * exchange.num_pushers;
   const int row = lane() / ranks, rank = lane() % ranks;
   push<4>(
-      exchange, shared, stages, pusher, step, exchange.num_batches(exchange.num_tokens), epoch,
+      exchange, shared, stages, pusher, step, exchange.num_batches(exchange.num_tokens), epoch, false,
       [&](int batch) {
         const int first = batch * rows, held = min(rows, exchange.num_tokens - first);
         return Batch{dispatch.x + int64_t(first) * row_bytes, held * row_bytes};
@@ -163,15 +163,12 @@ void exchange_dispatch(Tensor x, std::optional<Tensor> weights, Tensor copy_of_t
   const OnDeviceOf device(x);
   const Exchange exchange =
       exchange_of(world_numbers, Op::kDispatch, x, weights.has_value(), copy_of_token, source_of_copy, ids);
-  const World& world = exchange.world;
-  uint8_t* const out = static_cast<uint8_t*>(rows.data_ptr());
-  const int64_t offset = out - world.bases[world.rank];
-  const int64_t out_bytes = rows.numel() * rows.element_size();
-  const bool direct = 0 <= offset && offset + out_bytes <= mapped_bytes;
-  launch(dispatch_kernel, exchange,
-         Dispatch{static_cast<const uint8_t*>(x.data_ptr()), pointer_or_null<const float>(weights), out,
-                  static_cast<float*>(weights_out.data_ptr()), direct ? offset : world.inbox_at(), direct},
-         device.stream());
+  const int64_t offset = offset_of(exchange.world, rows, mapped_bytes);
+  const bool direct = offset != kNowhere;
+  const Dispatch dispatch{static_cast<const uint8_t*>(x.data_ptr()),   pointer_or_null<const float>(weights),
+                          static_cast<uint8_t*>(rows.data_ptr()),      static_cast<float*>(weights_out.data_ptr()),
+                          direct ? offset : exchange.world.inbox_at(), direct};
+  launch(dispatch_kernel, exchange, dispatch, 0, device.stream());
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {

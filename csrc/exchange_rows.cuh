@@ -33,10 +33,18 @@ constexpr int kStageBytes = 16 * 1024;  // a batch of short rows; a longer row i
 constexpr int kSharedBytes = 227 * 1024;
 constexpr int kVectorBytes = 16;
 
+// Combine, where rows are pulled: each of kGroups warps that load brings them, piece by piece, into a ring of slots for
+// the kAdders warps of its group.
+constexpr int kGroups = kDispatchPushers;
+constexpr int kAdders = kTakers / kGroups;
+constexpr int kMaxSlots = 16;
+constexpr int64_t kNowhere = -1;  // instead of a place in a workspace
+
 struct Shared {
   uint64_t full[kDispatchPushers][kStages];
-  uint8_t* rows_of_peer[kMaxRanks];  // where rows for a peer go
-  int64_t limit_of_peer[kMaxRanks];  // and how many it holds
+  uint64_t slot_full[kGroups][kMaxSlots], slot_empty[kGroups][kMaxSlots];
+  uint8_t* rows_of_peer[kMaxRanks];  // where rows for a peer go, or (combine) its rows are; or null
+  int64_t limit_of_peer[kMaxRanks];  // and how many of them there are
   int first_copy[kMaxRanks + 1];     // of each source rank (combine)
 };
 
@@ -57,6 +65,15 @@ __device__ inline void bulk_load(uint32_t to, const void* from, int bytes, uint3
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
+}
+
+__device__ inline uint4 load_shared(uint32_t from) {
+  uint4 bits;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(from)
+               : "memory");
+  return bits;
 }
 
 __device__ inline void bulk_store(void* to, uint32_t from, int bytes) {
@@ -91,11 +108,12 @@ struct Batch {
 //   place_of(i): a number for this lane, loaded two batches ahead
 //   deliver(i, place, stage): starts this lane's stores, returns the flag to raise when they have arrived, or null
 //
-// A stage is free once its stores have read it. Flags wait until the stores have arrived, and are raised kFlagged
-// batches at a time, kFlagged batches later: ordering them after the rows takes a microsecond.
+// Unless `greeted`, the first loads are started before the peers' mail is here. A stage is free once its stores have
+// read it. Flags wait until the stores have arrived, and are raised kFlagged batches at a time, kFlagged batches later:
+// ordering them after the rows takes a microsecond.
 template <int kFlagged, typename BatchOf, typename PlaceOf, typename Deliver>
 __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, int first, int step, int end,
-                     uint32_t epoch, BatchOf batch_of, PlaceOf place_of, Deliver deliver) {
+                     uint32_t epoch, bool greeted, BatchOf batch_of, PlaceOf place_of, Deliver deliver) {
   const uint32_t full = hopper::shared_address(shared.full[warp()]);
   const auto load = [&](int number) {
     const int index = first + number * step;
@@ -119,7 +137,7 @@ __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, 
   static_assert(kStages == 3, "places are held for the current batch and two more");
   for (int number = 0; number < kStages; ++number) load(number);
   int current = place(0), next = place(1);
-  sync_greeted();
+  if (!greeted) sync_greeted();
   uint32_t* previous_flags[kFlagged]{};
   for (int base = 0; first + base * step < end; base += kFlagged) {
     uint32_t* flags[kFlagged]{};
@@ -162,7 +180,8 @@ __device__ inline void greet(const Exchange& exchange, const char* what, int64_t
     }
     const Mail& mail = world.control().mail[peer];
     wait_for_tag(world, what, peer, &mail.tag, tag);
-    shared.rows_of_peer[peer] = world.bases[peer] + *static_cast<const volatile uint64_t*>(&mail.target);
+    const auto target = static_cast<int64_t>(*static_cast<const volatile uint64_t*>(&mail.target));
+    shared.rows_of_peer[peer] = target == kNowhere ? nullptr : world.bases[peer] + target;
     shared.limit_of_peer[peer] = *static_cast<const volatile int64_t*>(&mail.limit);
   }
   sync_greeted();
@@ -173,18 +192,23 @@ __device__ inline void init_barriers(Shared& shared) {
     for (auto& warp : shared.full) {
       for (auto& barrier : warp) hopper::barrier_init(hopper::shared_address(&barrier), 1);
     }
+    for (int group = 0; group < kGroups; ++group) {
+      for (auto& barrier : shared.slot_full[group]) hopper::barrier_init(hopper::shared_address(&barrier), 1);
+      for (auto& barrier : shared.slot_empty[group]) hopper::barrier_init(hopper::shared_address(&barrier), kAdders);
+    }
     hopper::barrier_init_fence();
   }
 }
 
 // The last CTA counts the exchange. All have read the epoch by then.
-__device__ inline void finish(const Exchange& exchange, uint32_t epoch) {
+__device__ inline void finish(const Exchange& exchange, uint32_t epoch, bool pulled = false) {
   __syncthreads();
   Control& here = exchange.world.control();
   if (threadIdx.x == 0 && atomicAdd(&here.ctas_done, 1) == gridDim.x - 1) {
     here.ctas_done = 0;
     here.epoch = epoch;
     if (exchange.weighted) here.weights_expected += gridDim.x;
+    if (pulled) here.pulled_expected += gridDim.x;
   }
 }
 
@@ -312,17 +336,25 @@ inline Exchange exchange_of(const Tensor& world_numbers, Op op, const Tensor& ro
   exchange.batch_rows = std::max(std::min(kStageBytes / exchange.row_bytes, most), 1);
   exchange.stage_bytes = (exchange.batch_rows * exchange.row_bytes + 127) / 128 * 128;
   const int stages = (kSharedBytes - kSharedHead) / exchange.stage_bytes;
-  exchange.num_pushers = std::min(stages / kStages, op == Op::kCombine ? kCombinePushers : kDispatchPushers);
+  exchange.num_pushers = std::min(stages / kStages, kDispatchPushers);
   STD_TORCH_CHECK(exchange.num_pushers > 0, name_of(op), ": rows must fit into shared memory, got bytes ", row_bytes);
   return exchange;
 }
 
 template <typename Arguments>
-void launch(void (*kernel)(Exchange, Arguments), const Exchange& exchange, const Arguments& arguments,
+void launch(void (*kernel)(Exchange, Arguments), const Exchange& exchange, const Arguments& arguments, int rings_bytes,
             cudaStream_t stream) {
-  const int shared_bytes = kSharedHead + exchange.num_pushers * kStages * exchange.stage_bytes;
+  const int stages_bytes = exchange.num_pushers * kStages * exchange.stage_bytes;
+  const int shared_bytes = kSharedHead + std::max(stages_bytes, rings_bytes);
   launch(kernel, static_cast<int>(exchange.world.num_sms), (exchange.num_pushers + kTakers) * kLanes, shared_bytes,
          Start::kEarly, stream, exchange, arguments);
+}
+
+// Where `tensor` begins in this rank's workspace of `mapped_bytes`, or kNowhere.
+inline int64_t offset_of(const World& world, const Tensor& tensor, int64_t mapped_bytes) {
+  const int64_t offset = static_cast<uint8_t*>(tensor.data_ptr()) - world.bases[world.rank];
+  const int64_t num_bytes = tensor.numel() * tensor.element_size();
+  return 0 <= offset && offset + num_bytes <= mapped_bytes ? offset : kNowhere;
 }
 
 template <typename T>

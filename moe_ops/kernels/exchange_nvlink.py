@@ -224,6 +224,7 @@ def launch_combine(
         _aligned(plan.source_of_copy_D2),
         _aligned(plan.ids_DK),
         space.enter(),
+        space.memory.numel(),
         x_TH,
         weights_TK,
     )

@@ -104,6 +104,12 @@ def check_plans(world: World, ids: list[torch.Tensor], settings: Settings) -> li
     return plans
 
 
+def in_window(space: Workspace, rows_DH: torch.Tensor) -> torch.Tensor:
+    """Where it has room: combine then pulls these rows."""
+    place = space.window.empty(tuple(rows_DH.shape), rows_DH.dtype)
+    return rows_DH if place is None else place.copy_(rows_DH)
+
+
 def check_rows(world: World, plans: list[Plan], width: int, dtype: torch.dtype) -> None:
     """dispatch gives each copy its token's row, combine adds the copies' rows in rank order."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -115,7 +121,10 @@ def check_rows(world: World, plans: list[Plan], width: int, dtype: torch.dtype) 
     tokens = [plan.copy_of_token_TP.shape[0] for plan in plans]
     xs, weights = [random(t, width).to(dtype) for t in tokens], [random(t, top_k) for t in tokens]
     sent = world.on_all(kernels.launch_dispatch, xs, weights, plans)
-    rows = [random(plan.num_copies, width).to(dtype) for plan in plans]
+    rows = [
+        in_window(space, random(plan.num_copies, width).to(dtype))
+        for space, plan in zip(world.spaces, plans)
+    ]
     grads = [random(plan.num_copies, top_k) for plan in plans]
     addends = [random(t, width).to(dtype) for t in tokens]
     back = world.on_all(kernels.launch_combine, rows, grads, addends, plans)
