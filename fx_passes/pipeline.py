@@ -21,6 +21,7 @@ from moe_ops.kernels import native
 from .fold_permute_grouped_mm import fold_permute_grouped_mm_pass, recompute_rows_pass
 from .fuse_swiglu import fuse_swiglu_pass, recompute_activation_pass
 from .lower import lower_pass
+from .place_in_window import place_in_window_pass
 from .protect_exchange import protect_exchange_pass
 from .split_exchange import split_exchange_pass
 
@@ -46,7 +47,8 @@ class PassConfig:
         activation checkpointing says.
     `split_exchange`: a dispatch or combine starts as soon as it can and is waited for where its
         results are read.
-    `lower`: gradients of float32 weights under autocast stay in float32.
+    `lower`: gradients of float32 weights under autocast stay in float32; what a rank sends back is
+        summed where its peers can read it.
     """
 
     fold_permute_grouped_mm: bool = True
@@ -99,6 +101,8 @@ def _passes(config: PassConfig) -> list[tuple[str, Pass]]:
         # Before folding, which knows the fused operators but cannot be undone to make them.
         (config.fuse_swiglu, _POST_GRAD, fuse_swiglu_pass),
         (config.fold_permute_grouped_mm, _POST_GRAD, fold_permute_grouped_mm_pass),
+        # Before a combine is split, while it is one node.
+        (config.lower, _POST_GRAD, place_in_window_pass),
         # After the fusions, so that nothing is fused across a start or a wait.
         (config.split_exchange, _POST_GRAD, split_exchange_pass),
         # Last: it looks at what the others leave.

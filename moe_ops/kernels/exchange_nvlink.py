@@ -12,7 +12,7 @@ import torch
 
 from .. import checks, layout
 from ..comm import nvlink
-from .kernel import Kernel
+from .kernel import Kernel, has_triton
 
 MAX_TOP_K = 32
 _MAX_COLUMNS = 1024  # experts here and a few more are counted by the threads of a CTA
@@ -231,6 +231,31 @@ def launch_combine(
     return x_TH, weights_TK
 
 
+def unpermute_in_window(
+    rows_CH: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    slot_of_row_C: torch.Tensor,
+    row_of_slot_TK: torch.Tensor,
+    group: str,
+) -> torch.Tensor:
+    """The operator `unpermute_in_window`, into the window where that has room."""
+    from . import permute  # noqa: PLC0415 - needs Triton
+
+    space = nvlink.workspace(group)
+    assert space is not None
+    x_TH = None
+    if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+        space.enter()
+        shape = (row_of_slot_TK.shape[0], rows_CH.shape[1])
+        x_TH = space.window.empty(shape, rows_CH.dtype)
+    return permute.unpermute(rows_CH, weights_TK, slot_of_row_C, row_of_slot_TK, x_TH)
+
+
+def _takes_unpermute(rows_CH: torch.Tensor, *args: Any) -> bool:
+    *_, group = args
+    return nvlink.workspace(group) is not None and has_triton() and rows_CH.dtype in nvlink.DTYPES
+
+
 def _takes_plan(ids_TK: torch.Tensor, num_experts: int, group_name: str, *sizes: Any) -> bool:
     space = nvlink.workspace(group_name)
     if space is None:
@@ -271,4 +296,5 @@ KERNELS: dict[str, list[Kernel]] = {
     "exchange_plan": [Kernel("csrc/exchange_plan.cu", _takes_plan, exchange_plan)],
     "dispatch": [Kernel("csrc/exchange_dispatch.cu", _takes_dispatch, dispatch)],
     "combine": [Kernel("csrc/exchange_combine.cu", _takes_combine, combine)],
+    "unpermute_in_window": [Kernel("triton, window", _takes_unpermute, unpermute_in_window)],
 }

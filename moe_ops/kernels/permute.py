@@ -248,10 +248,12 @@ def unpermute(
     weights_TK: torch.Tensor | None,
     slot_of_row_C: torch.Tensor,
     row_of_slot_TK: torch.Tensor,
+    x_TH: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The operator `unpermute`; bitwise the plain loop over k in float32."""
+    """The operator `unpermute`; bitwise the plain loop over k in float32. Into `x_TH` if given."""
     width, (num_tokens, top_k) = rows_CH.shape[1], row_of_slot_TK.shape
-    x_TH = rows_CH.new_empty(num_tokens, width)
+    if x_TH is None:
+        x_TH = rows_CH.new_empty(num_tokens, width)
     if x_TH.numel() == 0:
         return x_TH
     block = column_block(width, 512, 2048)

@@ -18,6 +18,7 @@ from . import (
     sort_slots,
     swiglu,
     topk_route,
+    unpermute_in_window,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "sort_slots",
     "swiglu",
     "topk_route",
+    "unpermute_in_window",
 ]

@@ -207,11 +207,19 @@ def _on_rank(rank: int, fields: dict[str, Any], expected: list[list[str]]) -> No
 RANKS: dict[str, list[list[str]]] = {
     "flex": [
         [
-            *(*ROUTE[:2], "exchange_plan", "dispatch_start", "dispatch_wait", "permute", *FORWARD),
+            *(*ROUTE[:2], "exchange_plan", "dispatch_start", "dispatch_wait", "permute"),
+            *(*FORWARD[:-1], "unpermute_in_window"),
             *("combine_start", "combine_wait"),
         ],
         [
-            *("dispatch_start", "dispatch_wait", *BACKWARD, "combine_start", "combine_wait"),
+            *(
+                "dispatch_start",
+                "dispatch_wait",
+                *BACKWARD[:-2],
+                "unpermute",
+                "unpermute_in_window",
+            ),
+            *("combine_start", "combine_wait"),
             *ROUTE_BACKWARD,
         ],
     ],

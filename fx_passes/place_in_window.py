@@ -1,0 +1,60 @@
+"""What a rank sends back is summed where its peers can read it, so that nothing need be sent.
+
+    combine(unpermute(rows, w, ...), ..., group)
+        ->  combine(unpermute_in_window(rows, w, ..., group), ..., group)
+
+It refuses sums that something else reads too, and what no kernel of the device does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.fx import Graph, Node
+
+from .graph import add_call, arguments, find_calls, fuses, is_call, replace, rewrite_matches
+
+_OPS = torch.ops.moe_ops
+_COMBINE, _UNPERMUTE = _OPS.combine.default, _OPS.unpermute.default
+_IN_WINDOW = _OPS.unpermute_in_window.default
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """`combine` sends the sums of `unpermute` on."""
+
+    unpermute: Node
+    combine: Node
+
+
+def find_partial_sums(graph: Graph) -> list[Match]:
+    """Every unpermute whose sums a combine takes."""
+    pairs = [(arguments(combine)[0], combine) for combine in find_calls(graph, _COMBINE)]
+    return [Match(rows, combine) for rows, combine in pairs if is_call(rows, _UNPERMUTE)]
+
+
+def why_not(match: Match) -> str | None:
+    """Why the sums stay where they are."""
+    if len(match.unpermute.users) > 1:
+        return "something else reads the sums"
+    if not fuses(_IN_WINDOW, _placed(match)):
+        return "no kernel places sums in a window"
+    return None
+
+
+def _placed(match: Match) -> list[object]:
+    return [*arguments(match.unpermute), arguments(match.combine)[-1]]
+
+
+def rewrite(match: Match) -> None:
+    """Sum in the same place, into other memory."""
+    unpermute = match.unpermute
+    value = unpermute.meta["val"]
+    replace(unpermute, add_call(unpermute, _IN_WINDOW, _placed(match), unpermute, value))
+
+
+def place_in_window_pass(graph: Graph) -> int:
+    """The rewrite; number of sums."""
+    matches = find_partial_sums(graph)
+    return rewrite_matches("lower", graph, matches, why_not, rewrite)
