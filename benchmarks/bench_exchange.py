@@ -65,7 +65,14 @@ SHAPES = {
 }
 TINY = Shape("tiny", 64, 128, 32, 8, 2)
 ALL_SHAPES = {**SHAPES, TINY.name: TINY}
-OPS = ("exchange_plan", "dispatch", "plan + dispatch", "combine", "combine, weights")
+OPS = (
+    "exchange_plan",
+    "dispatch",
+    "dispatch, fp8",
+    "plan + dispatch",
+    "combine",
+    "combine, weights",
+)
 # Bulk copies between two H200, per direction, measured 2026-11-29.
 LINK_BYTES_PER_S = 330e9
 DEFAULT_SMS = 16

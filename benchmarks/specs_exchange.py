@@ -9,13 +9,9 @@ Letters: T tokens a rank, K top-k, P ranks, H hidden, D copies held here, S = T 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import importlib
 import importlib.metadata
-import importlib.util
 import math
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ops import comm, layout
+from moe_ops.comm import deep_ep as deep_ep_engine
 from moe_ops.ops.dispatch import combine, dispatch
 from moe_ops.ops.exchange_plan import exchange_plan
 
@@ -186,6 +183,7 @@ def our_runs(work: Exchange, group: dist.ProcessGroup) -> dict[str, Callable[[],
     return {
         "exchange_plan": lambda: work.plan(group).tensors(),
         "dispatch": lambda: ops.dispatch(x_TH, weights_TK, plan, name, "full"),
+        "dispatch, fp8": lambda: ops.dispatch(x_TH, weights_TK, plan, name, "fp8"),
         "plan + dispatch": plan_and_dispatch,
         "combine": lambda: ops.combine(rows_DH, None, None, plan, name),
         "combine, weights": lambda: ops.combine(rows_DH, weights_DK, None, plan, name),
@@ -259,13 +257,7 @@ def sum_fault(rows: torch.Tensor, num_rows: int, sum_H: torch.Tensor) -> str:
 
 def deep_ep_buffer(ranks: Ranks, hidden: int) -> Any:
     """A buffer of DeepEP V1 for rows of up to `hidden` bf16 values."""
-    with contextlib.suppress(ModuleNotFoundError):
-        found = importlib.util.find_spec("nvidia.nvshmem")
-        for folder in (found and found.submodule_search_locations) or ():
-            library = pathlib.Path(folder, "lib", "libnvshmem_host.so.3")
-            if library.exists():
-                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    buffer = importlib.import_module("deep_ep").Buffer
+    buffer = deep_ep_engine.load().Buffer
     buffer.set_num_sms(DEEP_EP_SMS)
     configs = (buffer.get_dispatch_config(ranks.size), buffer.get_combine_config(ranks.size))
     sizes = [config.get_nvl_buffer_size_hint(2 * hidden, ranks.size) for config in configs]

@@ -41,16 +41,42 @@ struct Mail {
   Tag tag;
 };
 
+// How often each rank has said that it is through with something, and how often it had before the running exchange.
+struct Tally {
+  uint32_t said[kMaxRanks];
+  uint32_t expected;
+};
+
 struct Control {
   Mail mail[kMaxRanks];
   uint32_t epoch, ctas_done;                       // of exchanges of rows; CTAs of the running one that are through
   uint32_t plan_epoch, plan_ctas_done;             // of plans; CTAs that have counted, of all plans so far
   uint64_t ids_arrived[2][kMaxRanks][kIdSenders];  // by parity of the epoch; an IdsArrived from each CTA that delivers
-  uint32_t weights_arrived[kMaxRanks];             // CTAs that delivered weights, of all exchanges so far
-  uint32_t weights_expected;                       // of each peer, before the running exchange
-  uint32_t pulled[kMaxRanks];  // CTAs that are through with this rank's rows, of all exchanges so far
-  uint32_t pulled_expected;    // of each peer, before the running exchange
-  uint32_t faulty;             // whether a thread has taken charge of the fault
+  Tally weights;                                   // of CTAs that have delivered weights
+  Tally rows;       // of warps that have delivered their rows (dispatch), of CTAs that have pulled theirs (combine)
+  uint32_t faulty;  // whether a thread has taken charge of the fault
+};
+
+// Three counts of a chunk of tokens, and of which plan they are: written and read as one, so that they need no flag.
+struct alignas(16) ChunkCounts {
+  static constexpr int kSize = 3;
+  int values[kSize];
+  uint32_t epoch;
+
+  static __device__ ChunkCounts load(const ChunkCounts* from) {
+    ulonglong2 words;
+    asm volatile("{ .reg .b128 word; ld.relaxed.gpu.global.b128 word, [%2]; mov.b128 {%0, %1}, word; }"
+                 : "=l"(words.x), "=l"(words.y)
+                 : "l"(from)
+                 : "memory");
+    return reinterpret_cast<const ChunkCounts&>(words);
+  }
+  static __device__ void store(ChunkCounts* to, ChunkCounts counts) {
+    const ulonglong2 words = reinterpret_cast<const ulonglong2&>(counts);
+    asm volatile("{ .reg .b128 word; mov.b128 word, {%1, %2}; st.relaxed.gpu.global.b128 [%0], word; }" ::"l"(to),
+                 "l"(words.x), "l"(words.y)
+                 : "memory");
+  }
 };
 
 enum FaultCode : int64_t { kLate = 1, kOtherSettings = 2, kTooManyTokens = 3, kBadIds = 4 };
@@ -61,12 +87,18 @@ struct World {
   int64_t* fault;  // pinned: code, peer, expected, seen
   uint8_t* bases[kMaxRanks];
 
-  // The workspace: Control | flags uint32 [P * max_tokens] | ids int16 [2][P][max_tokens][kMaxTopK] | weights float
-  // [P * max_tokens][kMaxTopK] | inbox [P * max_tokens] rows | window. Flags and inbox: by copy in dispatch, by
-  // [rank][token] in combine.
+  static constexpr int kMaxColumns = 1024;
+  static constexpr int kMaxVectors = (kMaxColumns + ChunkCounts::kSize - 1) / ChunkCounts::kSize;
+
+  // The workspace: Control | counts [kMaxVectors][num_plan_ctas] | flags uint32 [P * max_tokens] | ids int16
+  // [2][P][max_tokens][kMaxTopK] | weights float [P * max_tokens][kMaxTopK] | inbox [P * max_tokens] rows | window.
+  // Flags and inbox: by copy in dispatch, by [rank][token] in combine.
   __host__ __device__ static int64_t round_up(int64_t bytes) { return (bytes + 511) / 512 * 512; }
   __host__ __device__ int64_t max_copies() const { return num_ranks * max_tokens; }
-  __host__ __device__ static int64_t flags_at() { return round_up(sizeof(Control)); }
+  __host__ __device__ static int64_t counts_at() { return round_up(sizeof(Control)); }
+  __host__ __device__ int64_t flags_at() const {
+    return round_up(counts_at() + kMaxVectors * num_plan_ctas * sizeof(ChunkCounts));
+  }
   __host__ __device__ int64_t ids_at() const { return round_up(flags_at() + max_copies() * sizeof(uint32_t)); }
   __host__ __device__ int64_t weights_at() const { return ids_at() + 2 * max_copies() * kMaxTopK * sizeof(int16_t); }
   __host__ __device__ int64_t inbox_at() const { return weights_at() + max_copies() * kMaxTopK * sizeof(float); }
@@ -74,6 +106,10 @@ struct World {
 
   __device__ Control& control(int peer) const { return *reinterpret_cast<Control*>(bases[peer]); }
   __device__ Control& control() const { return control(rank); }
+  // This rank's, of columns kSize * vector and on, by CTA.
+  __device__ ChunkCounts* counts(int vector) const {
+    return reinterpret_cast<ChunkCounts*>(bases[rank] + counts_at()) + vector * num_plan_ctas;
+  }
   // One word a row that a peer delivers: the epoch of the exchange that delivered it last.
   __device__ uint32_t* flags(int peer) const { return reinterpret_cast<uint32_t*>(bases[peer] + flags_at()); }
   // Experts [max_tokens, K] of each rank, 16 bits each, two sets by the parity of the plan's epoch.
@@ -168,12 +204,19 @@ __device__ inline void wait_for(const World& world, const char* what, int peer, 
   wait_for(world, what, peer, word, epoch, [](uint32_t number) { return number; });
 }
 
-// For a count of a peer's to reach `expected`.
-__device__ inline void wait_for_count(const World& world, const char* what, int peer, const uint32_t* count,
-                                      uint32_t expected) {
+// Says to a peer that a part of this rank is through.
+__device__ inline void say(const World& world, int peer, Tally Control::* tally) {
+  add_release(&(world.control(peer).*tally).said[world.rank], 1);
+}
+
+// For `parts` of a peer to have said so in the running exchange.
+__device__ inline void wait_for_all(const World& world, const char* what, int peer, Tally Control::* which, int parts) {
+  const Tally& tally = world.control().*which;
+  const uint32_t* const said = &tally.said[peer];
+  const uint32_t expected = tally.expected + parts;
   wait_until(
-      world, [=] { return reached(load_acquire(count), expected); },
-      [=] { fail(world, what, kLate, peer, expected, load_acquire(count)); });
+      world, [=] { return reached(load_acquire(said), expected); },
+      [=] { fail(world, what, kLate, peer, expected, load_acquire(said)); });
 }
 
 // For a peer's tag of this epoch. A later one is as good: it means that the peer needs nothing more of this exchange.

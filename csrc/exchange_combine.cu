@@ -11,13 +11,9 @@ namespace moe_ops::exchange {
 namespace {
 
 constexpr int kVectorsInFlight = 16;  // of a thread that adds from the inbox
-constexpr int kVectorsOfPiece = 4;    // of a thread that adds from a ring
-constexpr int kPieceBytes = kVectorsOfPiece * kAdders * kLanes * kVectorBytes;
-constexpr int kRingsBytes = kSharedBytes - kSharedHead;
 
 struct Combine {
   int64_t offset;  // of the rows in this rank's workspace, or kNowhere
-  int piece_bytes, num_slots;
   const uint8_t* rows;
   const float* row_weights;
   const uint8_t* addend;  // or null
@@ -63,39 +59,6 @@ __device__ void push_copies(const Exchange& exchange, const Combine& combine, Sh
         return world.flags(range.source) + place;
       });
 }
-
-// The values of 16 bytes of a row, as float32.
-template <typename T>
-struct Vector {
-  static constexpr int kSize = kVectorBytes / sizeof(T);
-  float values[kSize];
-
-  __device__ void add(uint4 bits) {
-    const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(T) == 4) {
-        values[i] += __uint_as_float(words[i]);
-      } else {
-        const float2 pair = hopper::unpack<T>(words[i]);
-        values[2 * i] += pair.x;
-        values[2 * i + 1] += pair.y;
-      }
-    }
-  }
-  __device__ uint4 bits() const {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(T) == 4) {
-        words[i] = __float_as_uint(values[i]);
-      } else {
-        words[i] = hopper::pack<T>(values[2 * i], values[2 * i + 1]);
-      }
-    }
-    return {words[0], words[1], words[2], words[3]};
-  }
-};
 
 // A token's rows, which lane r of the warp knows of rank r (null: none), summed in rank order; up to kRanks of them.
 template <typename T, int kRanks>
@@ -157,25 +120,25 @@ __device__ void take_sums(const Exchange& exchange, const Combine& combine, uint
 
 // A copy's weights back to its token.
 template <int kWidth>
-__device__ void send_weights(const Exchange& exchange, const Combine& combine) {
+__device__ void send_weights(const Exchange& exchange, const Combine& combine, Team team) {
   const World& world = exchange.world;
   const int top_k = exchange.top_k;
-  for_each_weights<kWidth>(exchange, exchange.num_copies, [&](unsigned copy, unsigned slot) {
+  for_each_weights<kWidth>(exchange, team, exchange.num_copies, [&](unsigned copy, unsigned slot) {
     const int2 source = __ldg(reinterpret_cast<const int2*>(exchange.source_of_copy) + copy);
     if (source.x == world.rank || source.x == kNone) return;
     float* const to = world.weights(source.x) + (world.rank * world.max_tokens + source.y) * top_k + slot % top_k;
     store_weights(to, load_held_weights<kWidth>(combine.row_weights + slot, exchange.ids + slot));
   });
-  weights_sent(exchange);
+  weights_sent(exchange, team);
 }
 
 template <int kWidth>
-__device__ void take_weights(const Exchange& exchange, const Combine& combine) {
+__device__ void take_weights(const Exchange& exchange, const Combine& combine, Team team) {
   const World& world = exchange.world;
   const int top_k = exchange.top_k, ranks = world.num_ranks;
   const float* const inbox = world.weights(world.rank);
-  wait_for_weights(exchange, "combine");
-  for_each_weights<kWidth>(exchange, exchange.num_tokens, [&](unsigned token, unsigned slot) {
+  wait_for_weights(exchange, "combine", team);
+  for_each_weights<kWidth>(exchange, team, exchange.num_tokens, [&](unsigned token, unsigned slot) {
     Weights<kWidth> sum{};
     for (int rank = 0; rank < ranks; ++rank) {
       const int64_t copy = __ldg(exchange.copy_of_token + int64_t(token) * ranks + rank);
@@ -191,30 +154,6 @@ __device__ void take_weights(const Exchange& exchange, const Combine& combine) {
   });
 }
 
-// The slots of a group's ring, in turn.
-struct Ring {
-  uint32_t full, empty, rows;  // addresses
-  int num_slots, slot_bytes;
-  int slot = 0;
-  uint32_t parity = 0;
-
-  __device__ Ring(const Combine& combine, Shared& shared, uint32_t rings, int group)
-      : full(hopper::shared_address(shared.slot_full[group])),
-        empty(hopper::shared_address(shared.slot_empty[group])),
-        rows(rings + group * combine.num_slots * combine.piece_bytes),
-        num_slots(combine.num_slots),
-        slot_bytes(combine.piece_bytes) {}
-  __device__ uint32_t full_barrier() const { return full + slot * sizeof(uint64_t); }
-  __device__ uint32_t empty_barrier() const { return empty + slot * sizeof(uint64_t); }
-  __device__ uint32_t address() const { return rows + slot * slot_bytes; }
-  __device__ void advance() {
-    if (++slot == num_slots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // Whether all ranks' rows lie in workspaces; all have greeted.
 __device__ bool all_can_be_pulled(const Exchange& exchange, const Combine& combine, const Shared& shared) {
   bool can = combine.offset != kNowhere;
@@ -224,82 +163,135 @@ __device__ bool all_can_be_pulled(const Exchange& exchange, const Combine& combi
   return can;
 }
 
-// Loads the pieces of the rows of a group's tokens, by one warp, of which a few lanes a token look after one rank each.
-__device__ void load_pieces(const Exchange& exchange, const Combine& combine, Shared& shared, uint32_t rings,
-                            int group) {
-  const int ranks = exchange.world.num_ranks, at_once = kLanes / ranks, step = gridDim.x * kGroups;
-  const int rank = lane() % ranks, ahead = lane() / ranks, begin = group * gridDim.x + blockIdx.x;
-  const uint8_t* const rows = rank == exchange.world.rank ? combine.rows : shared.rows_of_peer[rank];
-  Ring ring(combine, shared, rings, group);
-  const auto copy_of = [&](int first) {
-    const int token = first + ahead * step;
-    return ahead < at_once && token < exchange.num_tokens
-               ? __ldg(exchange.copy_of_token + int64_t(token) * ranks + rank)
-               : kNone;
-  };
-  asm volatile("fence.proxy.async.global;" ::: "memory");  // bulk copies read what ordinary stores wrote
-  int next = copy_of(begin);
-  for (int first = begin; first < exchange.num_tokens; first += at_once * step) {
-    const int copy = next;
-    next = copy_of(first + at_once * step);
-    if (rank != exchange.world.rank && ahead < at_once && copy >= shared.limit_of_peer[rank]) {
-      fail(exchange.world, "combine", kOtherSettings, rank, shared.limit_of_peer[rank], copy);  // it has another plan
-    }
-    const auto row = reinterpret_cast<uint64_t>(rows + int64_t(copy) * exchange.row_bytes);
-    const unsigned held = __ballot_sync(kAllLanes, copy != kNone);
-    for (int i = 0; i < at_once && first + i * step < exchange.num_tokens; ++i) {
-      for (int at = 0; at < exchange.row_bytes; at += combine.piece_bytes) {
-        const int bytes = min(combine.piece_bytes, exchange.row_bytes - at);
-        for (unsigned left = held >> (i * ranks) & ((1u << ranks) - 1); left; left &= left - 1) {
-          const uint64_t from = __shfl_sync(kAllLanes, row, i * ranks + __ffs(left) - 1) + at;
-          if (lane() == 0) {
-            hopper::barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
-            hopper::barrier_expect(ring.full_barrier(), bytes);
-            bulk_load(ring.address(), reinterpret_cast<const void*>(from), bytes, ring.full_barrier());
-          }
-          ring.advance();
-        }
-      }
-    }
-  }
-}
+// A warp's tokens one after another, with their copies, which are loaded far ahead.
+class Tokens {
+ public:
+  int token;
+  unsigned held;  // bit by bit, the ranks that have a copy
+  int lane_of_rank_0;
+  int copy;  // of lane lane_of_rank_0 + r: that of rank r
 
-// Adds up what load_pieces brings, in rank order. A thread has vectors of its own of every piece.
-template <typename T>
-__device__ void add_pieces(const Exchange& exchange, const Combine& combine, Shared& shared, uint32_t rings) {
-  const int ranks = exchange.world.num_ranks, row_bytes = exchange.row_bytes, step = gridDim.x * kGroups;
-  const int group = taker_thread(exchange) / (kAdders * kLanes), thread = taker_thread(exchange) % (kAdders * kLanes);
-  Ring ring(combine, shared, rings, group);
-  const auto at_of = [&](int i) { return (thread + i * kAdders * kLanes) * kVectorBytes; };
-  const auto held_of = [&](int token) {
-    return lane() < ranks && token < exchange.num_tokens
-               ? __ldg(exchange.copy_of_token + int64_t(token) * ranks + lane())
+  __device__ Tokens(const Exchange& exchange, int begin, int step)
+      : exchange_(exchange),
+        ranks_(exchange.world.num_ranks),
+        at_once_(kLanes / ranks_),
+        step_(step),
+        first_(begin - at_once_ * step),
+        index_(at_once_ - 1),
+        next_copy_(load(begin)) {}
+
+  // Goes on to the next token, if there is one.
+  __device__ bool next() {
+    if (++index_ == at_once_) {
+      index_ = 0;
+      first_ += at_once_ * step_;
+      copy = next_copy_;
+      next_copy_ = load(first_ + at_once_ * step_);
+      all_held_ = __ballot_sync(kAllLanes, copy != kNone);
+    }
+    token = first_ + index_ * step_;
+    lane_of_rank_0 = index_ * ranks_;
+    held = all_held_ >> lane_of_rank_0 & ((1u << ranks_) - 1);
+    return token < exchange_.num_tokens;
+  }
+
+ private:
+  const Exchange& exchange_;
+  const int ranks_, at_once_, step_;
+  int first_, index_;  // of the tokens whose copies the lanes hold
+  int next_copy_;
+  unsigned all_held_;
+
+  __device__ int load(int first) const {
+    const int ahead = lane() / ranks_, token = first + ahead * step_;
+    return ahead < at_once_ && token < exchange_.num_tokens
+               ? __ldg(exchange_.copy_of_token + int64_t(token) * ranks_ + lane() % ranks_)
                : kNone;
-  };
-  const int begin = group * gridDim.x + blockIdx.x;
-  int next = held_of(begin);
-  for (int token = begin; token < exchange.num_tokens; token += step) {
-    const int num_rows = __popc(__ballot_sync(kAllLanes, next != kNone));
-    next = held_of(token + step);
-    for (int at = 0; at < row_bytes; at += combine.piece_bytes) {
-      const int bytes = min(combine.piece_bytes, row_bytes - at);
+  }
+};
+
+// Starts the loads of what a warp adds up, in that order: token by token, piece by piece, rank by rank.
+class Loader {
+ public:
+  __device__ Loader(const Exchange& exchange, const Combine& combine, const Shared& shared, int begin, int step)
+      : exchange_(exchange), tokens_(exchange, begin, step), at_(exchange.row_bytes) {
+    const int rank = lane() % exchange.world.num_ranks;
+    const bool own = rank == exchange.world.rank;
+    rows_ = own ? combine.rows : shared.rows_of_peer[rank];
+    limit_ = own ? exchange.num_copies : shared.limit_of_peer[rank];
+  }
+
+  // The next piece, if there is one.
+  __device__ void load(uint32_t to, uint32_t full) {
+    const int row_bytes = exchange_.row_bytes;
+    while (left_ == 0) {
+      at_ += kPieceBytes;
+      if (at_ >= row_bytes) {
+        if (!tokens_.next()) return;
+        if (tokens_.copy >= limit_) {  // the peer has another plan
+          fail(exchange_.world, "combine", kOtherSettings, lane() % exchange_.world.num_ranks, limit_, tokens_.copy);
+        }
+        at_ = 0;
+      }
+      left_ = tokens_.held;
+    }
+    const auto row = reinterpret_cast<uint64_t>(rows_ + int64_t(tokens_.copy) * row_bytes + at_);
+    const uint64_t from = __shfl_sync(kAllLanes, row, tokens_.lane_of_rank_0 + __ffs(left_) - 1);
+    left_ &= left_ - 1;
+    if (lane() != 0) return;
+    const int bytes = min(kPieceBytes, row_bytes - at_);
+    hopper::barrier_expect(full, bytes);
+    bulk_load(to, reinterpret_cast<const void*>(from), bytes, full);
+  }
+
+ private:
+  const Exchange& exchange_;
+  const uint8_t* rows_;  // of this lane's rank
+  int64_t limit_;
+  Tokens tokens_;
+  int at_;             // where the piece begins
+  unsigned left_ = 0;  // ranks whose piece is still to be loaded
+};
+
+// Rows summed in rank order, as pulled piece by piece into this warp's slots.
+template <typename T>
+__device__ void pull_sums(const Exchange& exchange, const Combine& combine, Shared& shared, uint32_t slots) {
+  const int taker = warp() - exchange.num_pushers, begin = taker * gridDim.x + blockIdx.x, step = gridDim.x * kTakers;
+  const int row_bytes = exchange.row_bytes;
+  const uint32_t full = hopper::shared_address(shared.slot_full[taker]);
+  slots += taker * kSlots * kPieceBytes;
+  Loader loader(exchange, combine, shared, begin, step);
+  const auto refill = [&](int slot) { loader.load(slots + slot * kPieceBytes, full + slot * sizeof(uint64_t)); };
+  asm volatile("fence.proxy.async.global;" ::: "memory");  // bulk copies read what ordinary stores wrote
+  for (int slot = 0; slot < kSlots; ++slot) refill(slot);
+  int slot = 0;
+  uint32_t parity = 0;
+  Tokens tokens(exchange, begin, step);
+  while (tokens.next()) {
+    for (int first = 0; first < row_bytes; first += kPieceBytes) {
       Vector<T> sums[kVectorsOfPiece]{};
-      for (int row = 0; row < num_rows; ++row) {
-        hopper::barrier_wait(ring.full_barrier(), ring.parity);
-        uint4 values[kVectorsOfPiece];
-        // Past the end of a piece lies the next slot, or other memory of the CTA: its sums are not stored.
+      for (unsigned left = tokens.held; left; left &= left - 1) {
+        hopper::barrier_wait(full + slot * sizeof(uint64_t), parity);
+        uint4 values[kVectorsOfPiece];  // past the end of a row, of another: those are not stored
 #pragma unroll
-        for (int i = 0; i < kVectorsOfPiece; ++i) values[i] = load_shared(ring.address() + at_of(i));
+        for (int i = 0; i < kVectorsOfPiece; ++i) {
+          values[i] = load_shared(slots + slot * kPieceBytes + (i * kLanes + lane()) * kVectorBytes);
+        }
+        hopper::async_proxy_fence();  // before they are overwritten
         __syncwarp();
-        if (lane() == 0) hopper::barrier_arrive(ring.empty_barrier());
-        ring.advance();
+        refill(slot);
+        if (++slot == kSlots) {
+          slot = 0;
+          parity ^= 1;
+        }
 #pragma unroll
         for (int i = 0; i < kVectorsOfPiece; ++i) sums[i].add(values[i]);
       }
 #pragma unroll
       for (int i = 0; i < kVectorsOfPiece; ++i) {
-        if (at_of(i) >= bytes) continue;
-        const int64_t place = int64_t(token) * row_bytes + at + at_of(i);
+        const int at = first + (i * kLanes + lane()) * kVectorBytes;
+        if (at >= row_bytes) continue;
+        const int64_t place = int64_t(tokens.token) * row_bytes + at;
         if (combine.addend) sums[i].add(__ldg(reinterpret_cast<const uint4*>(combine.addend + place)));
         *reinterpret_cast<uint4*>(combine.x + place) = sums[i].bits();
       }
@@ -314,13 +306,12 @@ __device__ void part(const Exchange& exchange) {
   const World& world = exchange.world;
   const int peer = threadIdx.x;
   if (peer >= world.num_ranks || peer == world.rank) return;
-  add_release(&world.control(peer).pulled[world.rank], 1);
-  const Control& here = world.control();
-  if (blockIdx.x == 0) wait_for_count(world, "combine", peer, &here.pulled[peer], here.pulled_expected + gridDim.x);
+  say(world, peer, &Control::rows);
+  if (blockIdx.x == 0) wait_for_all(world, "combine", peer, &Control::rows, gridDim.x);
 }
 
 template <typename T, int kRanks>
-__global__ void __launch_bounds__((kDispatchPushers + kTakers) * kLanes)
+__global__ void __launch_bounds__((kCombinePushers + kTakers) * kLanes)
     combine_kernel(const __grid_constant__ Exchange exchange, const __grid_constant__ Combine combine) {
   extern __shared__ uint4 shared_words[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_words);
@@ -333,34 +324,38 @@ __global__ void __launch_bounds__((kDispatchPushers + kTakers) * kLanes)
     if (lane() == 0) shared.first_copy[warp()] = first;
   }
   __syncthreads();
-  const uint32_t stages = hopper::shared_address(shared_words) + kSharedHead;
-  bool pulls;
+  const uint32_t buffers = hopper::shared_address(shared_words) + kSharedHead;
+  const auto send = [&](Team team) {
+    if (exchange.weighted) by_width(exchange, [&](auto width) { send_weights<width.value>(exchange, combine, team); });
+  };
+  const auto take = [&](Team team) {
+    if (exchange.weighted) by_width(exchange, [&](auto width) { take_weights<width.value>(exchange, combine, team); });
+  };
+  bool pulls = false;
   if (warp() < exchange.num_pushers) {
-    const bool greeted = combine.offset != kNowhere;
-    if (greeted) sync_greeted();
-    pulls = greeted && all_can_be_pulled(exchange, combine, shared);
+    if (combine.offset != kNowhere) {
+      sync_greeted();
+      pulls = all_can_be_pulled(exchange, combine, shared);
+    }
     if (pulls) {
-      load_pieces(exchange, combine, shared, stages, warp());
+      send(pushers(exchange));
+      take(pushers(exchange));
     } else {
-      push_copies(exchange, combine, shared, stages + warp() * kStages * exchange.stage_bytes, epoch);
+      push_copies(exchange, combine, shared, buffers + warp() * kStages * exchange.stage_bytes, epoch);
     }
   } else {
     greet(exchange, "combine", combine.offset, exchange.num_copies, exchange.tag_digest | epoch, shared);
     pulls = all_can_be_pulled(exchange, combine, shared);
-    if (exchange.weighted) {
-      by_width(exchange, [&](auto width) { send_weights<width.value>(exchange, combine); });
-    }
     if (pulls) {
-      add_pieces<T>(exchange, combine, shared, stages);
+      pull_sums<T>(exchange, combine, shared, buffers);
     } else {
+      send(takers(exchange));
       take_sums<T, kRanks>(exchange, combine, epoch);
-    }
-    if (exchange.weighted) {
-      by_width(exchange, [&](auto width) { take_weights<width.value>(exchange, combine); });
+      take(takers(exchange));
     }
   }
   if (pulls) part(exchange);
-  finish(exchange, epoch, pulls);
+  finish(exchange, epoch, pulls ? gridDim.x : 0);
 }
 
 template <typename T>
@@ -376,27 +371,16 @@ void exchange_combine(Tensor rows, std::optional<Tensor> weights, std::optional<
   const OnDeviceOf device(rows);
   Exchange exchange =
       exchange_of(world_numbers, Op::kCombine, rows, weights.has_value(), copy_of_token, source_of_copy, ids);
-  const int num_pieces = ceil_div(exchange.row_bytes, kPieceBytes);
-  const int piece_bytes = ceil_div(exchange.row_bytes, num_pieces * kVectorBytes) * kVectorBytes;
-  // Threads that add read as if every piece were as long as can be, up to `overrun` past the last slot.
-  const int overrun = kPieceBytes - piece_bytes;
-  const int num_slots = std::min((kRingsBytes - overrun) / (kGroups * piece_bytes), kMaxSlots);
-  const int64_t offset = exchange.num_pushers == kGroups ? offset_of(exchange.world, rows, mapped_bytes) : kNowhere;
-  const Combine combine{offset,
-                        piece_bytes,
-                        num_slots,
-                        static_cast<const uint8_t*>(rows.data_ptr()),
-                        pointer_or_null<const float>(weights),
-                        pointer_or_null<const uint8_t>(addend),
-                        static_cast<uint8_t*>(x.data_ptr()),
-                        static_cast<float*>(weights_out.data_ptr())};
-  if (offset == kNowhere) exchange.num_pushers = std::min(exchange.num_pushers, kCombinePushers);
-  const int rings_bytes = offset == kNowhere ? 0 : kGroups * num_slots * piece_bytes + overrun;
+  exchange.num_pushers = std::min(exchange.num_pushers, kCombinePushers);
+  const Combine combine{offset_of(exchange.world, rows, mapped_bytes), static_cast<const uint8_t*>(rows.data_ptr()),
+                        pointer_or_null<const float>(weights),         pointer_or_null<const uint8_t>(addend),
+                        static_cast<uint8_t*>(x.data_ptr()),           static_cast<float*>(weights_out.data_ptr())};
+  const int slots_bytes = combine.offset == kNowhere ? 0 : kTakers * kSlots * kPieceBytes;
   const ScalarType dtype = rows.scalar_type();
   const auto kernel = dtype == ScalarType::BFloat16 ? combine_kernel_of<__nv_bfloat16>(exchange)
                       : dtype == ScalarType::Half   ? combine_kernel_of<__half>(exchange)
                                                     : combine_kernel_of<float>(exchange);
-  launch(kernel, exchange, combine, rings_bytes, device.stream());
+  launch(kernel, exchange, combine, slots_bytes, device.stream());
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {

@@ -33,22 +33,22 @@ constexpr int kStageBytes = 16 * 1024;  // a batch of short rows; a longer row i
 constexpr int kSharedBytes = 227 * 1024;
 constexpr int kVectorBytes = 16;
 
-// Combine, where rows are pulled: each of kGroups warps that load brings them, piece by piece, into a ring of slots for
-// the kAdders warps of its group.
-constexpr int kGroups = kDispatchPushers;
-constexpr int kAdders = kTakers / kGroups;
-constexpr int kMaxSlots = 16;
+// Combine, where rows are pulled: each taker brings them, piece by piece, into slots of its own.
+constexpr int kVectorsOfPiece = 4;  // of a lane
+constexpr int kPieceBytes = kVectorsOfPiece * kLanes * kVectorBytes;
+constexpr int kSlots = 7;
 constexpr int64_t kNowhere = -1;  // instead of a place in a workspace
 
 struct Shared {
   uint64_t full[kDispatchPushers][kStages];
-  uint64_t slot_full[kGroups][kMaxSlots], slot_empty[kGroups][kMaxSlots];
+  uint64_t slot_full[kTakers][kSlots];
   uint8_t* rows_of_peer[kMaxRanks];  // where rows for a peer go, or (combine) its rows are; or null
   int64_t limit_of_peer[kMaxRanks];  // and how many of them there are
   int first_copy[kMaxRanks + 1];     // of each source rank (combine)
 };
 
 constexpr int kSharedHead = (sizeof(Shared) + 127) / 128 * 128;
+static_assert(kSharedHead + kTakers * kSlots * kPieceBytes <= kSharedBytes);
 
 struct Exchange {
   World world;
@@ -91,11 +91,61 @@ __device__ inline int taker_thread(const Exchange& exchange) {
   return int(threadIdx.x) - exchange.num_pushers * kLanes;
 }
 
-// Of the warps that take.
-__device__ inline void sync_takers() { asm volatile("bar.sync 1, %0;" ::"n"(kTakers * kLanes) : "memory"); }
+// Threads that move weights together.
+struct Team {
+  int thread, size;
+  __device__ void sync() const { asm volatile("bar.sync 1, %0;" ::"r"(size) : "memory"); }
+};
+
+__device__ inline Team takers(const Exchange& exchange) { return {taker_thread(exchange), kTakers * kLanes}; }
+__device__ inline Team pushers(const Exchange& exchange) { return {int(threadIdx.x), exchange.num_pushers * kLanes}; }
 
 // Of all: the peers' mail is here.
 __device__ inline void sync_greeted() { asm volatile("bar.sync 2, %0;" ::"r"(blockDim.x) : "memory"); }
+
+// The values of 16 bytes of a row, as float32.
+template <typename T>
+struct Vector {
+  static constexpr int kSize = kVectorBytes / sizeof(T);
+  float values[kSize];
+
+  __device__ static Vector of(uint4 bits) {
+    Vector vector;
+    for_each(bits, [&](int i, float value) { vector.values[i] = value; });
+    return vector;
+  }
+  __device__ void add(uint4 bits) {
+    for_each(bits, [&](int i, float value) { values[i] += value; });
+  }
+  __device__ uint4 bits() const {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        words[i] = __float_as_uint(values[i]);
+      } else {
+        words[i] = hopper::pack<T>(values[2 * i], values[2 * i + 1]);
+      }
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
+
+ private:
+  template <typename Use>
+  __device__ static void for_each(uint4 bits, Use use) {
+    const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        use(i, __uint_as_float(words[i]));
+      } else {
+        const float2 pair = hopper::unpack<T>(words[i]);
+        use(2 * i, pair.x);
+        use(2 * i + 1, pair.y);
+      }
+    }
+  }
+};
 
 // Rows that lie together, loaded at once.
 struct Batch {
@@ -110,8 +160,8 @@ struct Batch {
 //
 // Unless `greeted`, the first loads are started before the peers' mail is here. A stage is free once its stores have
 // read it. Flags wait until the stores have arrived, and are raised kFlagged batches at a time, kFlagged batches later:
-// ordering them after the rows takes a microsecond.
-template <int kFlagged, typename BatchOf, typename PlaceOf, typename Deliver>
+// ordering them after the rows takes a microsecond. At the end all stores have arrived.
+template <int kFlagged, int kUnrolled = kFlagged, typename BatchOf, typename PlaceOf, typename Deliver>
 __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, int first, int step, int end,
                      uint32_t epoch, bool greeted, BatchOf batch_of, PlaceOf place_of, Deliver deliver) {
   const uint32_t full = hopper::shared_address(shared.full[warp()]);
@@ -127,6 +177,12 @@ __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, 
     const int index = first + number * step;
     return index < end ? place_of(index) : kNone;
   };
+  const auto are_flags = [&](uint32_t* const(&flags)[kFlagged]) {
+    bool some = false;
+#pragma unroll
+    for (int i = 0; i < kFlagged; ++i) some |= flags[i] != nullptr;
+    return __any_sync(kAllLanes, some);
+  };
   const auto raise = [&](uint32_t* const(&flags)[kFlagged]) {
     __threadfence_system();
 #pragma unroll
@@ -141,7 +197,7 @@ __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, 
   uint32_t* previous_flags[kFlagged]{};
   for (int base = 0; first + base * step < end; base += kFlagged) {
     uint32_t* flags[kFlagged]{};
-#pragma unroll
+#pragma unroll kUnrolled
     for (int i = 0; i < kFlagged; ++i) {
       const int number = base + i, index = first + number * step;
       if (index < end) {
@@ -157,13 +213,15 @@ __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, 
       __syncwarp();
       if (number > 0) load(number - 1 + kStages);
     }
-    stores_wait<kFlagged>();
-    raise(previous_flags);
+    if (are_flags(previous_flags)) {
+      stores_wait<kFlagged>();
+      raise(previous_flags);
+    }
 #pragma unroll
     for (int i = 0; i < kFlagged; ++i) previous_flags[i] = flags[i];
   }
   stores_wait<0>();
-  raise(previous_flags);
+  if (are_flags(previous_flags)) raise(previous_flags);
 }
 
 // Tells the peers where rows for this rank go, and learns where theirs do. By the warps that take.
@@ -188,27 +246,23 @@ __device__ inline void greet(const Exchange& exchange, const char* what, int64_t
 }
 
 __device__ inline void init_barriers(Shared& shared) {
-  if (threadIdx.x == 0) {
-    for (auto& warp : shared.full) {
-      for (auto& barrier : warp) hopper::barrier_init(hopper::shared_address(&barrier), 1);
-    }
-    for (int group = 0; group < kGroups; ++group) {
-      for (auto& barrier : shared.slot_full[group]) hopper::barrier_init(hopper::shared_address(&barrier), 1);
-      for (auto& barrier : shared.slot_empty[group]) hopper::barrier_init(hopper::shared_address(&barrier), kAdders);
-    }
-    hopper::barrier_init_fence();
-  }
+  const auto init = [](uint64_t* barriers, int number) {
+    if (int(threadIdx.x) < number) hopper::barrier_init(hopper::shared_address(barriers + threadIdx.x), 1);
+  };
+  init(shared.full[0], kDispatchPushers * kStages);
+  init(shared.slot_full[0], kTakers * kSlots);
+  hopper::barrier_init_fence();
 }
 
 // The last CTA counts the exchange. All have read the epoch by then.
-__device__ inline void finish(const Exchange& exchange, uint32_t epoch, bool pulled = false) {
+__device__ inline void finish(const Exchange& exchange, uint32_t epoch, int parts_of_rows) {
   __syncthreads();
   Control& here = exchange.world.control();
   if (threadIdx.x == 0 && atomicAdd(&here.ctas_done, 1) == gridDim.x - 1) {
     here.ctas_done = 0;
     here.epoch = epoch;
-    if (exchange.weighted) here.weights_expected += gridDim.x;
-    if (pulled) here.pulled_expected += gridDim.x;
+    if (exchange.weighted) here.weights.expected += gridDim.x;
+    here.rows.expected += parts_of_rows;
   }
 }
 
@@ -272,35 +326,29 @@ __device__ Weights<kWidth> load_held_weights(const float* from, const int* ids) 
   return weights;
 }
 
-// `use(owner, slot)` for the first slot of every kWidth of a token or copy below `num_owners`, by the threads that
-// take.
+// `use(owner, slot)` for the first slot of every kWidth of a token or copy below `num_owners`.
 template <int kWidth, typename Use>
-__device__ void for_each_weights(const Exchange& exchange, int num_owners, Use use) {
-  const unsigned per_owner = exchange.top_k / kWidth, end = num_owners * per_owner;
-  constexpr int kThreads = kTakers * kLanes;
-  const unsigned step = gridDim.x * kThreads;
+__device__ void for_each_weights(const Exchange& exchange, Team team, int num_owners, Use use) {
+  const unsigned per_owner = exchange.top_k / kWidth, end = num_owners * per_owner, step = gridDim.x * team.size;
 #pragma unroll 2
-  for (unsigned i = blockIdx.x * kThreads + taker_thread(exchange); i < end; i += step) {
-    use(i / per_owner, i * kWidth);
-  }
+  for (unsigned i = blockIdx.x * team.size + team.thread; i < end; i += step) use(i / per_owner, i * kWidth);
 }
 
 // Tells the peers that this CTA's part of the weights is theirs to read.
-__device__ inline void weights_sent(const Exchange& exchange) {
-  sync_takers();
+__device__ inline void weights_sent(const Exchange& exchange, Team team) {
+  team.sync();
   const World& world = exchange.world;
-  const int peer = taker_thread(exchange);
-  if (peer < world.num_ranks && peer != world.rank) add_release(&world.control(peer).weights_arrived[world.rank], 1);
+  const int peer = team.thread;
+  if (peer < world.num_ranks && peer != world.rank) say(world, peer, &Control::weights);
 }
 
-__device__ inline void wait_for_weights(const Exchange& exchange, const char* what) {
+__device__ inline void wait_for_weights(const Exchange& exchange, const char* what, Team team) {
   const World& world = exchange.world;
-  const int peer = taker_thread(exchange);
+  const int peer = team.thread;
   if (peer < world.num_ranks && peer != world.rank) {
-    const Control& here = world.control();
-    wait_for_count(world, what, peer, &here.weights_arrived[peer], here.weights_expected + gridDim.x);
+    wait_for_all(world, what, peer, &Control::weights, gridDim.x);
   }
-  sync_takers();
+  team.sync();
 }
 
 // `use` of how many weights are moved at a time, as a constant.
@@ -314,10 +362,11 @@ __device__ void by_width(const Exchange& exchange, Use use) {
 }
 
 inline Exchange exchange_of(const Tensor& world_numbers, Op op, const Tensor& rows, bool weighted,
-                            const Tensor& copy_of_token, const Tensor& source_of_copy, const Tensor& ids) {
+                            const Tensor& copy_of_token, const Tensor& source_of_copy, const Tensor& ids,
+                            int64_t wire = 0) {
   const int64_t row_bytes = rows.size(1) * rows.element_size(), top_k = ids.size(1);
   Exchange exchange{world_of(world_numbers),
-                    uint64_t{digest_of(op, row_bytes, int64_t(rows.scalar_type()), weighted ? top_k : 0)} << 32,
+                    uint64_t{digest_of(op, row_bytes, int64_t(rows.scalar_type()), weighted ? top_k : 0, wire)} << 32,
                     copy_of_token.const_data_ptr<int>(),
                     source_of_copy.const_data_ptr<int>(),
                     ids.const_data_ptr<int>(),
@@ -342,10 +391,10 @@ inline Exchange exchange_of(const Tensor& world_numbers, Op op, const Tensor& ro
 }
 
 template <typename Arguments>
-void launch(void (*kernel)(Exchange, Arguments), const Exchange& exchange, const Arguments& arguments, int rings_bytes,
+void launch(void (*kernel)(Exchange, Arguments), const Exchange& exchange, const Arguments& arguments, int slots_bytes,
             cudaStream_t stream) {
   const int stages_bytes = exchange.num_pushers * kStages * exchange.stage_bytes;
-  const int shared_bytes = kSharedHead + std::max(stages_bytes, rings_bytes);
+  const int shared_bytes = kSharedHead + std::max(stages_bytes, slots_bytes);
   launch(kernel, static_cast<int>(exchange.world.num_sms), (exchange.num_pushers + kTakers) * kLanes, shared_bytes,
          Start::kEarly, stream, exchange, arguments);
 }

@@ -23,8 +23,8 @@ __device__ inline void allow_next_kernel() { asm volatile("griddepcontrol.launch
 // Until the kernel before this one has ended and what it wrote can be read.
 __device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// How a kernel starts: after the one before it; before that one's end, calling wait_for_previous_kernel; or all CTAs at
-// once, so that they may wait for each other.
+// How a kernel starts: after the one before it; before that one's end, calling wait_for_previous_kernel; or likewise,
+// but all CTAs at once, so that they may wait for each other.
 enum class Start { kPlain, kEarly, kTogether };
 
 template <typename... Parameters>
@@ -34,21 +34,18 @@ void launch(void (*kernel)(Parameters...), int ctas, int threads, int shared_byt
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                "cudaFuncSetAttribute");
   }
-  cudaLaunchAttribute attribute{};
-  if (start == Start::kEarly) {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  } else {
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-  }
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = ctas;
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = start == Start::kPlain ? 0 : 1;
+  config.attrs = attributes;
+  config.numAttrs = start == Start::kPlain ? 0 : start == Start::kEarly ? 1 : 2;
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), "a launch");
 }
 

@@ -22,6 +22,9 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr int kSteps = 4;
+constexpr int kTile = kThreads * kSteps;
+constexpr int kCountsAtOnce = 8;  // loads in flight of a thread
 constexpr int kMaxChunks = 1024;
 constexpr int kMaxIndex = 1 << 30;  // of slots and of rows, so that the sum of two fits an int
 
@@ -46,12 +49,38 @@ struct Rows {
   __device__ int end(int expert) const { return padded() ? (expert + 1) * expert_capacity : num_rows; }
 };
 
+// What thread e counts, counts[c][e], over the chunks before this CTA's, and over all.
+struct Sums {
+  int before, all;
+};
+
+struct Shared {
+  int warp_sums[kWarps];
+  int shift[kMaxExperts];   // an expert's row of a slot - the slot's place in the sorted tile
+  int totals[kMaxExperts];  // slots of an expert
+  Sums partial[kThreads];   // over some of the chunks
+  unsigned sorted[kTile];   // expert * kTile + slot of the tile
+  __device__ uint16_t* starts() { return reinterpret_cast<uint16_t*>(this + 1); }
+
+  static int bytes(int num_experts) { return sizeof(Shared) + kWarps * num_experts * sizeof(uint16_t); }
+};
+
+static_assert(sizeof(Shared) % sizeof(uint4) == 0, "starts are cleared as uint4");
+
+// A tile as one thread sees it.
+struct Tile {
+  int experts[kSteps];  // of its slots, or kNone
+  int places[kSteps];   // of its slots in the sorted tile
+  int start, count;     // of its expert in the sorted tile
+  int num_held;         // slots with an expert
+};
+
 template <typename Id>
 __device__ void load_experts(const Slots<Id>& slots, int tile, int end, int (&experts)[kSteps]) {
   Id ids[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int slot = tile + slot_of_tile(step);
+    const int slot = tile + slot_of_tile<kSteps>(step);
     ids[step] = slot < end ? __ldg(slots.ids + slot) : Id{kNone};
   }
 #pragma unroll
@@ -60,11 +89,69 @@ __device__ void load_experts(const Slots<Id>& slots, int tile, int end, int (&ex
   }
 }
 
+// Sorts a tile by expert in shared memory; nobody may still be reading shared.sorted. A barrier must follow.
+__device__ void sort_tile(int num_experts, Shared& shared, Tile& tile) {
+  uint16_t* const starts = shared.starts();
+  clear_starts(starts, num_experts);
+  __syncthreads();
+  rank_in_warp(tile.experts, num_experts, starts, tile.places);
+  __syncthreads();
+
+  const int expert = threadIdx.x;
+  tile.count = 0;
+  if (expert < num_experts) {
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) tile.count += starts[i * num_experts + expert];
+  }
+  tile.start = exclusive_scan(tile.count, shared.warp_sums, tile.num_held);
+  if (expert < num_experts) counts_to_starts(starts, num_experts, tile.start);
+  __syncthreads();
+
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    if (tile.experts[step] == kNone) continue;
+    tile.places[step] += starts[warp() * num_experts + tile.experts[step]];
+    shared.sorted[tile.places[step]] = tile.experts[step] * kTile + slot_of_tile<kSteps>(step);
+  }
+}
+
+// A barrier must lie between two calls.
+__device__ Sums add_up(const int* counts, int num_experts, int num_chunks, Shared& shared) {
+  // With few experts several threads share one's chunks.
+  const int num_parts = min(kThreads / num_experts, kLanes);
+  const int part = int(threadIdx.x) / num_experts, expert = int(threadIdx.x) % num_experts;
+  Sums sums{};
+  for (int begin = part; part < num_parts && begin < num_chunks; begin += kCountsAtOnce * num_parts) {
+    int loaded[kCountsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kCountsAtOnce; ++i) {
+      const int chunk = begin + i * num_parts;
+      loaded[i] = chunk < num_chunks ? __ldcg(counts + chunk * num_experts + expert) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kCountsAtOnce; ++i) {
+      if (begin + i * num_parts < int(blockIdx.x)) sums.before += loaded[i];
+      sums.all += loaded[i];
+    }
+  }
+  shared.partial[threadIdx.x] = sums;
+  __syncthreads();
+  sums = {};
+  if (int(threadIdx.x) < num_experts) {
+    for (int i = 0; i < num_parts; ++i) {
+      const Sums other = shared.partial[i * num_experts + threadIdx.x];
+      sums.before += other.before;
+      sums.all += other.all;
+    }
+  }
+  return sums;
+}
+
 // Both maps for the slots of a tile, of which shared.shift says the rows.
 __device__ void write_maps(const Rows& rows, const Tile& tile, const Shared& shared, int first, int end) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int slot = first + slot_of_tile(step), expert = tile.experts[step];
+    const int slot = first + slot_of_tile<kSteps>(step), expert = tile.experts[step];
     int row = kNone;
     if (expert != kNone) {
       row = tile.places[step] + shared.shift[expert];
@@ -126,12 +213,12 @@ __global__ void __launch_bounds__(kThreads) place_kernel(Slots<Id> slots, const 
   sort_tile(slots.num_experts, shared, tile);
 
   wait_for_previous_kernel();
-  const Sums sums = add_up(counts, slots.num_experts, slots.num_chunks, blockIdx.x, blockIdx.x, shared);
+  const Sums sums = add_up(counts, slots.num_experts, slots.num_chunks, shared);
   int num_held;
-  int next_row = sums.first + exclusive_scan(sums.all, shared, num_held);
+  int next_row = sums.before + exclusive_scan(sums.all, shared.warp_sums, num_held);
   shared.totals[expert] = sums.all;
   if (expert < slots.num_experts) {
-    if (rows.padded()) next_row = sums.first + expert * rows.expert_capacity;
+    if (rows.padded()) next_row = sums.before + expert * rows.expert_capacity;
     if (blockIdx.x == 0)
       rows.offsets[expert] = rows.padded() ? rows.end(expert) : min(next_row + sums.all, rows.num_rows);
   }

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from . import nvlink
+from . import deep_ep, nvlink
 from .agreement import agree
 from .groups import backend_of, group_name_of, group_rank, resolve
 
 _log = logging.getLogger(__name__)
+
+_OVER_NCCL = {"nvlink": nvlink, "deep_ep": deep_ep}  # they carry rows of a group of NCCL
 
 
 def available_engines() -> dict[str, str]:
@@ -26,7 +28,7 @@ def available_engines() -> dict[str, str]:
     return {
         "gloo": "available" if gloo else "torch was built without gloo",
         "nccl": "available" if nccl else "needs a CUDA build of torch and a GPU",
-        "nvlink": nvlink.unavailable() or "available",
+        **{name: its.unavailable() or "available" for name, its in _OVER_NCCL.items()},
     }
 
 
@@ -37,7 +39,8 @@ def engine(group: dist.ProcessGroup | str | None) -> str:
     name = group_name_of(group)
     if not name:
         return "none"
-    return "nvlink" if nvlink.workspace(name) else backend_of(resolve(name))
+    set_up = (which for which, its in _OVER_NCCL.items() if its.workspace(name))
+    return next(set_up, None) or backend_of(resolve(name))
 
 
 def setup(
@@ -51,8 +54,7 @@ def setup(
     timeout_s: float = 60,
     window_bytes: int | None = None,
 ) -> str:
-    """Prepare `group` for exchanges of up to `max_tokens` rows of `hidden_size` values a rank;
-    returns the engine.
+    """Prepare `group` for exchanges of up to `max_tokens` rows a rank; returns the engine.
 
     Collective, once per group; a later call replaces an earlier one. A group never set up uses its
     own backend (gloo or NCCL) and its own timeout.
@@ -60,23 +62,21 @@ def setup(
     Args:
         engine: "auto", or a name from `available_engines()`. MOE_OPS_ENGINE replaces "auto" only.
             "auto" takes `nvlink` for a group of NCCL whose ranks, at most 8, are Hopper GPUs of one
-            host, with native kernels, rows of bf16, fp16 or float32; else the group's backend.
+            host, with native kernels, for bf16, fp16 or float32; else the backend; never `deep_ep`.
         max_tokens: most tokens that a rank brings to an exchange.
         hidden_size, dtype: of the longest rows.
-        num_sms: multiprocessors that `nvlink` may use, at most 64; None: 16.
+        num_sms: multiprocessors that `nvlink` (None: 16) or `deep_ep` (even) may use, at most 64.
         timeout_s: seconds after which a collective that a rank does not join fails; on `nvlink`
-            the CUDA context ends.
+            the CUDA context ends; `deep_ep` has a limit of its own.
         window_bytes: bytes on each rank in which `nvlink` places what `dispatch` returns, which
             spares it a copy; None: room for 4 outputs of the greatest size.
 
     Raises:
-        ValueError: on every rank, if ranks disagree, a value is out of range, or the named engine
-            cannot run.
+        ValueError: on every rank, if ranks disagree, a value is wrong or the engine cannot run.
     """
     name = group_name_of(group)
     wanted = os.environ.get("MOE_OPS_ENGINE", "auto") if engine == "auto" else engine
     backend = backend_of(resolve(name)) if name else "none"
-
     sizes = {"max_tokens": max_tokens, "hidden_size": hidden_size, "num_sms": num_sms}
 
     def check() -> tuple[object, ...]:
@@ -87,7 +87,8 @@ def setup(
     if name and timeout_s > 0:  # before `agree`, so that it waits no longer itself
         c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), resolve(name))
     agree("setup", name, check)
-    nvlink.drop(name)
+    for its in _OVER_NCCL.values():
+        its.drop(name)
     chosen = _choose(name, wanted, backend, dtype)
     if chosen == "nvlink":
         nvlink.create(
@@ -98,6 +99,8 @@ def setup(
             timeout_s=timeout_s,
             window_bytes=window_bytes,
         )
+    elif chosen == "deep_ep":
+        deep_ep.create(name, hidden_size=hidden_size, num_sms=num_sms)
     _log.info("group %r: exchanges run on %s", name, chosen)
     return chosen
 
@@ -117,7 +120,7 @@ def _check(sizes: dict[str, int | None], timeout_s: float, window_bytes: int | N
 
 
 def _check_engine(wanted: str, backend: str) -> None:
-    if wanted not in ("auto", "nvlink", backend):
+    if wanted not in ("auto", backend, *_OVER_NCCL):
         raise ValueError(
             f"setup: engine must be 'auto' or one that can carry this group, got {wanted!r}; "
             f"the group's backend is {backend!r}, engines: {available_engines()}"
@@ -128,14 +131,15 @@ def _choose(name: str, wanted: str, backend: str, dtype: torch.dtype) -> str:
     """The engine, the same on every rank. Collective."""
     if wanted == backend or (wanted == "auto" and backend != "nccl"):
         return backend
+    best = "nvlink" if wanted == "auto" else wanted
     if backend == "nccl":
-        why = nvlink.obstacle(name, dtype)
+        why = _OVER_NCCL[best].obstacle(name, dtype)
     else:
         why = f"its backend is {backend!r}, not 'nccl'"
     if why is None:
-        return "nvlink"
-    if wanted == "nvlink":
-        raise ValueError(f"setup: engine 'nvlink' cannot carry group {name!r}: {why}")
+        return best
+    if wanted != "auto":
+        raise ValueError(f"setup: engine {wanted!r} cannot carry group {name!r}: {why}")
     if group_rank(name) == 0:
-        _log.info("group %r: falls back from nvlink to %s: %s", name, backend, why)
+        _log.info("group %r: falls back from %s to %s: %s", name, best, backend, why)
     return backend

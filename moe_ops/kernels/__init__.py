@@ -17,7 +17,14 @@ from .kernel import Kernel, has_triton
 
 # Modules with a dict KERNELS: operator -> its kernels, in order of preference. Those of the second
 # list are written in Triton and serve only where it is installed.
-_MODULES = ["exchange_nvlink", "grouped_mm", "grouped_mm_swiglu", "router_linear", "sort_slots"]
+_MODULES = [
+    "exchange_nvlink",
+    "exchange_deep_ep",
+    "grouped_mm",
+    "grouped_mm_swiglu",
+    "router_linear",
+    "sort_slots",
+]
 _TRITON_MODULES = [
     "grouped_mm_triton",
     "grouped_mm_wgrad_triton",
@@ -88,11 +95,11 @@ def tune(op: str, *args: Any) -> dict[str, float]:
 
 
 def _tune_once(op: str, args: tuple[Any, ...]) -> None:
-    kernels = _kernels().get(op, [])
+    kernels = [kernel for kernel in _kernels().get(op, []) if kernel.takes(*args)]
     if len(kernels) < 2 or _capturing(_library.first_tensor(args).device):
-        return
+        return  # exchanges, which ranks cannot time one by one, have one kernel an engine
     times = autotune.times_of(op, autotune.key_of(args)) or {}
-    if any(kernel.name not in times and kernel.takes(*args) for kernel in kernels):
+    if any(kernel.name not in times for kernel in kernels):
         tune(op, *args)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from .. import checks, layout
 from ..comm import nvlink
+from ..comm.wire import FORMATS
 from .kernel import Kernel, has_triton
 
 MAX_TOP_K = 32
@@ -50,21 +51,15 @@ def launch_plan(
     unless both capacities are given.
     """
     if copy_capacity is None or row_capacity is None:
-        counts = launch_count(space, ids_TK, num_experts)
-        splits = read_totals(space, counts, ids_TK.shape[1], num_experts)
+        launch_count(space, ids_TK, num_experts)
+        splits = read_totals(space, ids_TK, num_experts)
         plan = new_plan(space, ids_TK, num_experts, sum(splits[1]), sum(splits[3]))
-        launch_place(space, None, counts, num_experts, plan)
+        launch_place(space, None, num_experts, plan)
     else:
         splits = layout.equal_splits(space.num_ranks, max_tokens, ids_TK.shape[1])
         plan = new_plan(space, ids_TK, num_experts, copy_capacity, row_capacity)
-        launch_place(space, ids_TK, new_counts(space, ids_TK, num_experts), num_experts, plan)
+        launch_place(space, ids_TK, num_experts, plan)
     return [*plan, torch.tensor(splits)]
-
-
-def new_counts(space: nvlink.Workspace, ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Scratch [num_plan_ctas * columns] int32, which the kernels of one plan hand on."""
-    columns = _num_columns(space, num_experts)
-    return ids_TK.new_empty(space.num_plan_ctas * columns, dtype=torch.int32)
 
 
 def _num_columns(space: nvlink.Workspace, num_experts: int) -> int:
@@ -72,28 +67,20 @@ def _num_columns(space: nvlink.Workspace, num_experts: int) -> int:
     return num_experts // space.num_ranks + 2 * space.num_ranks + 1
 
 
-def launch_count(space: nvlink.Workspace, ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Send ids to all ranks and count those of all ranks; returns the scratch that the plan's other
-    kernels go on with.
-    """
-    counts = new_counts(space, ids_TK, num_experts)
-    torch.ops.moe_ops_native.exchange_plan_count(
-        ids_TK.contiguous(), space.enter(), num_experts, counts
-    )
-    return counts
+def launch_count(space: nvlink.Workspace, ids_TK: torch.Tensor, num_experts: int) -> None:
+    """Send ids to all ranks and count those of all ranks, for the plan's other kernels."""
+    torch.ops.moe_ops_native.exchange_plan_count(ids_TK.contiguous(), space.enter(), num_experts)
 
 
-def read_totals(
-    space: nvlink.Workspace, counts: torch.Tensor, top_k: int, num_experts: int
-) -> list[list[int]]:
+def read_totals(space: nvlink.Workspace, ids_TK: torch.Tensor, num_experts: int) -> list[list[int]]:
     """splits_4P as lists: the one read of exact mode, right behind `launch_count` on its stream.
 
     Raises:
         ValueError: on every rank, if one of them has ids that are no experts, or too many tokens.
     """
-    totals_6P = counts.new_empty(6, space.num_ranks, dtype=torch.int64)
+    totals_6P = ids_TK.new_empty(6, space.num_ranks, dtype=torch.int64)
     torch.ops.moe_ops_native.exchange_plan_totals(
-        space.world, top_k, num_experts, counts, totals_6P
+        space.world, ids_TK.shape[1], num_experts, totals_6P
     )
     *splits, outside, tokens = totals_6P.tolist()
     checks.no_ids_outside("exchange_plan", num_experts, outside)
@@ -131,13 +118,12 @@ def new_plan(
 def launch_place(
     space: nvlink.Workspace,
     ids_TK: torch.Tensor | None,
-    counts: torch.Tensor,
     num_experts: int,
     plan: list[torch.Tensor],
 ) -> None:
     """Fill `plan`: with ids all by itself, else after `launch_count`."""
     own_ids = None if ids_TK is None else ids_TK.contiguous()
-    torch.ops.moe_ops_native.exchange_plan_place(own_ids, space.enter(), num_experts, counts, *plan)
+    torch.ops.moe_ops_native.exchange_plan_place(own_ids, space.enter(), num_experts, *plan)
 
 
 def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -158,7 +144,7 @@ def dispatch(
     """The operator `dispatch`."""
     space = nvlink.workspace(group_name)
     assert space is not None
-    return launch_dispatch(space, x_TH, weights_TK, layout.Plan(*tensors))
+    return launch_dispatch(space, x_TH, weights_TK, layout.Plan(*tensors), wire)
 
 
 def launch_dispatch(
@@ -166,12 +152,16 @@ def launch_dispatch(
     x_TH: torch.Tensor,
     weights_TK: torch.Tensor | None,
     plan: layout.Plan,
+    wire: str = "full",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows_DH [D, H], in the window where that has room, and weights_DK [D, K] ([0] if none)."""
+    """rows_DH [D, H], in the window where that has room for what peers write, and weights_DK [D, K]
+    ([0] if none).
+    """
     world = space.enter()  # before the window's memory is taken
     shape = (plan.num_copies, x_TH.shape[1])
     rows_DH = None
-    if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+    # A graph's memory is its own, and no peer writes decoded rows.
+    if wire == "full" and not torch.cuda.is_current_stream_capturing():
         rows_DH = space.window.empty(shape, x_TH.dtype)
     if rows_DH is None:
         rows_DH = x_TH.new_empty(shape)
@@ -184,6 +174,7 @@ def launch_dispatch(
         _aligned(plan.ids_DK),
         world,
         space.memory.numel(),
+        FORMATS.index(wire),
         rows_DH,
         weights_DK,
     )
@@ -279,7 +270,7 @@ def _takes_dispatch(
     group_name: str,
     wire: str,
 ) -> bool:
-    return wire == "full" and _takes_rows(x_TH, tensors, group_name)
+    return _takes_rows(x_TH, tensors, group_name)
 
 
 def _takes_combine(

@@ -119,4 +119,4 @@ def test_group_that_does_not_exist() -> None:
         comm.engine("nobody")
     with pytest.raises(TypeError, match=r"group: must be a ProcessGroup .*, got 3"):
         comm.group_name_of(3)
-    assert set(comm.available_engines()) == {"gloo", "nccl", "nvlink"}
+    assert set(comm.available_engines()) == {"gloo", "nccl", "nvlink", "deep_ep"}

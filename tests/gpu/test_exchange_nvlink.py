@@ -5,6 +5,7 @@ stream of its own, and its kernels wait for the others' as on as many GPUs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,27 +13,30 @@ import pytest
 import torch
 
 from moe_ops.comm.nvlink import DTYPES, Workspace
+from moe_ops.comm.wire import FORMATS, dequantize, quantize
 from moe_ops.kernels import exchange_nvlink as kernels
 from moe_ops.layout import Plan
 from moe_ops.testing import assert_equal
-from tests.gpu import skip_without_library
+from tests.gpu import captured, skip_without_library
 from tests.ops.plan_loop import Settings, plan_loop
 
 pytestmark = pytest.mark.gpu
 
 MAX_TOKENS, MAX_HIDDEN = 100, 256
 
+fp8_wires = pytest.mark.parametrize("wire", [wire for wire in FORMATS if wire != "full"])
+
 
 class World:
     """`num_ranks` ranks on one GPU."""
 
-    def __init__(self, num_ranks: int, window_bytes: int) -> None:
+    def __init__(self, num_ranks: int, window_bytes: int, max_tokens: int = MAX_TOKENS) -> None:
         skip_without_library()
         self.spaces = [
             Workspace(
                 rank,
                 num_ranks,
-                max_tokens=MAX_TOKENS,
+                max_tokens=max_tokens,
                 row_bytes=MAX_HIDDEN * 4,
                 num_sms=4,
                 timeout_s=5,
@@ -59,22 +63,33 @@ class World:
 
     def plans(self, ids: list[torch.Tensor], settings: Settings) -> list[Plan]:
         """As `kernels.launch_plan`, of which exact mode would wait for ranks not yet launched."""
-        experts, top_k = settings.num_experts, ids[0].shape[1]
+        experts = settings.num_experts
 
         def at_once(space: Workspace, ids_TK: torch.Tensor) -> list[torch.Tensor]:
             sizes = (settings.max_tokens, settings.copy_capacity, settings.row_capacity)
             return kernels.launch_plan(space, ids_TK, experts, *sizes)
 
-        def rest(space: Workspace, ids_TK: torch.Tensor, counts: Any) -> list[torch.Tensor]:
-            splits = kernels.read_totals(space, counts, top_k, experts)
+        def rest(space: Workspace, ids_TK: torch.Tensor) -> list[torch.Tensor]:
+            splits = kernels.read_totals(space, ids_TK, experts)
             plan = kernels.new_plan(space, ids_TK, experts, sum(splits[1]), sum(splits[3]))
-            kernels.launch_place(space, None, counts, experts, plan)
+            kernels.launch_place(space, None, experts, plan)
             return [*plan, torch.tensor(splits)]
 
         if settings.copy_capacity is not None:
             return [Plan(*plan) for plan in self.on_all(at_once, ids)]
-        counts = self.on_all(lambda space, mine: kernels.launch_count(space, mine, experts), ids)
-        return [Plan(*plan) for plan in self.on_all(rest, ids, counts)]
+        self.on_all(lambda space, mine: kernels.launch_count(space, mine, experts), ids)
+        return [Plan(*plan) for plan in self.on_all(rest, ids)]
+
+
+@functools.cache
+def load_plan_kernels() -> None:
+    """All of exchange_plan's, for chunks of any length. A kernel is loaded at its first launch, and
+    that waits for those that run, which may wait for this launch.
+    """
+    for num_tokens in (512, 1024, 2048):
+        settings = Settings(num_experts=1, max_tokens=num_tokens, copy_capacity=1, row_capacity=1)
+        ids_TK = torch.zeros(num_tokens, 32, dtype=torch.int32, device="cuda")
+        World(1, 0, num_tokens).plans([ids_TK], settings)
 
 
 def random_ids(tokens: list[int], top_k: int, experts: int, seed: int) -> list[torch.Tensor]:
@@ -153,6 +168,7 @@ def check_rows(world: World, plans: list[Plan], width: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("mode", ["exact", "capacity", "half"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
 def test_exchange_matches_reference(num_ranks: int, mode: str, window_bytes: int) -> None:
+    load_plan_kernels()
     world = World(num_ranks, window_bytes)
     for number, top_k in enumerate([1, 2, 3, 4, 8, 32]):
         tokens = [(31 * number + 17 * rank) % (MAX_TOKENS + 1) for rank in range(num_ranks)]
@@ -209,3 +225,103 @@ def test_exchange_takes_tensors_at_odd_addresses() -> None:
     assert_equal("weights_DK", weights_DK, weights_TK)
     y_TH, _ = kernels.launch_combine(space, x_TH, weights_TK, x_TH, plan)
     assert_equal("y_TH", y_TH, x_TH * 2)
+
+
+def rows_of_all_kinds(num_rows: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Zeros, denormals, the largest, what is not finite, ties between codes; then random sizes."""
+    stream, limits = torch.Generator().manual_seed(seed), torch.finfo(dtype)
+    rows = torch.randn(num_rows + 2, width, generator=stream, dtype=torch.float64)
+    ties = torch.arange(width) % 897 - 448.0
+    first = [
+        torch.zeros(width),
+        torch.full((width,), -0.0),
+        rows[0] * limits.tiny * limits.eps,
+        rows[0] * limits.tiny,
+        ties,
+        ties * 0.5 / 512 + 448 * (torch.arange(width) % 128 == 5),
+        (ties > 0) * limits.max,
+    ]
+    for special in (torch.inf, -torch.inf, torch.nan):
+        some = torch.arange(width) % 7 == 3
+        first += [torch.full((width,), special), torch.where(some, special, rows[1] * 100)]
+    rows *= torch.exp2(torch.randint(-140, 120, (num_rows + 2, 1), generator=stream).double())
+    for row, values in zip(rows, first):
+        row.copy_(values)
+    return rows[:num_rows].to(dtype)
+
+
+def check_coded_rows(
+    world: World, plans: list[Plan], width: int, dtype: torch.dtype, wire: str
+) -> None:
+    """Each copy is its token's row as `wire` makes it, on the CPU and on the GPU."""
+    tokens = [plan.copy_of_token_TP.shape[0] for plan in plans]
+    xs = [rows_of_all_kinds(number, width, dtype, rank) for rank, number in enumerate(tokens)]
+    arrive = [dequantize(*quantize(x_TH, wire == "fp8_pow2"), dtype) for x_TH in xs]
+    weights = [torch.randn(number, plans[0].ids_DK.shape[1], device="cuda") for number in tokens]
+    on_gpu = [x_TH.cuda() for x_TH in xs]
+    sent = world.on_all(
+        lambda *args: kernels.launch_dispatch(*args, wire=wire), on_gpu, weights, plans
+    )
+    for rank, plan in enumerate(plans):
+        on_the_gpu = dequantize(*quantize(on_gpu[rank], wire == "fp8_pow2"), dtype)
+        assert_equal(f"rank {rank}: on CPU and GPU", on_the_gpu, arrive[rank])
+        rows_DH = torch.zeros(plan.num_copies, width, dtype=dtype)
+        weights_DK = torch.zeros(plan.ids_DK.shape, device="cuda")
+        for copy, (source, token) in enumerate(plan.source_of_copy_D2.tolist()):
+            if source >= 0:
+                rows_DH[copy], weights_DK[copy] = arrive[source][token], weights[source][token]
+        weights_DK[plan.ids_DK < 0] = 0
+        found = sent[rank][0].cpu()
+        assert_equal(f"rank {rank}: rows_DH", found, rows_DH)
+        number = ~rows_DH.isnan()
+        assert_equal(f"rank {rank}: signs", found[number].signbit(), rows_DH[number].signbit())
+        assert_equal(f"rank {rank}: weights_DK", sent[rank][1], weights_DK)
+
+
+@fp8_wires
+@pytest.mark.parametrize("mode", ["exact", "capacity", "half"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_fp8_wires_match_reference(num_ranks: int, mode: str, wire: str) -> None:
+    """Between exchanges of whole rows, which use the same inbox."""
+    world = World(num_ranks, 1 << 20)
+    for number, (top_k, width) in enumerate([(1, 8), (3, 136), (4, 256), (8, 64)]):
+        tokens = [(31 * number + 17 * rank + 40) % (MAX_TOKENS + 1) for rank in range(num_ranks)]
+        ids = random_ids(tokens, top_k, num_ranks * 4, seed=number)
+        plans = check_plans(world, ids, settings_of(mode, num_ranks * 4, tokens, top_k))
+        for dtype in DTYPES:
+            check_coded_rows(world, plans, width, dtype, wire)
+        check_rows(world, plans, width, torch.bfloat16)
+
+
+@fp8_wires
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fp8_wires_handle_long_and_short_rows(dtype: torch.dtype, wire: str) -> None:
+    """From a vector to the longest that fit, with one scale too many and one too few for a warp."""
+    most = 53 * 1024 // dtype.itemsize
+    for width in (16 // dtype.itemsize, 120, 1016, 1032, 2048, 2056, 2880, 7168, most - 8, most):
+        space = Workspace(0, 1, max_tokens=70, row_bytes=most * dtype.itemsize, num_sms=3)
+        memory = torch.zeros(space.num_bytes(), dtype=torch.uint8, device="cuda")
+        space.use(memory, [memory.data_ptr()])
+        ids_TK = torch.randint(-1, 4, (70, 2), device="cuda")
+        plan = Plan(*kernels.launch_plan(space, ids_TK, 4, 70, 80, 200))
+        x_TH = rows_of_all_kinds(70, min(width, most), dtype, seed=width).cuda()
+        arrive_TH = dequantize(*quantize(x_TH, wire == "fp8_pow2"), dtype)
+        token_D = plan.source_of_copy_D2[:, 1]
+        expected = torch.where(token_D[:, None] >= 0, arrive_TH[token_D], 0)
+        rows_DH, _ = kernels.launch_dispatch(space, x_TH, None, plan, wire)
+        assert_equal(f"rows_DH of {width} values", rows_DH, expected)
+
+
+@fp8_wires
+def test_fp8_wires_are_captured(wire: str) -> None:
+    world = World(1, 1 << 20)
+    (space,) = world.spaces
+    ids_TK = torch.zeros(64, 4, dtype=torch.int32, device="cuda")
+    plan = Plan(*kernels.launch_plan(space, ids_TK, 1, 64, 64, 256))
+    x_TH = torch.zeros(64, MAX_HIDDEN, dtype=torch.bfloat16, device="cuda")
+    (rows_DH, _), replay = captured(lambda: kernels.launch_dispatch(space, x_TH, None, plan, wire))
+    for seed in range(3):
+        x_TH.copy_(rows_of_all_kinds(64, MAX_HIDDEN, torch.bfloat16, seed))
+        replay()
+        arrive_TH = dequantize(*quantize(x_TH, wire == "fp8_pow2"), torch.bfloat16)
+        assert_equal("rows_DH", rows_DH, arrive_TH)
