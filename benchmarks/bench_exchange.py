@@ -33,6 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from moe_ops import comm
+from moe_ops.comm.nvlink import DEFAULT_SMS
 
 from .harness import HEADER, Row, Timing, compare, fill, line, save
 from .specs_exchange import (
@@ -72,11 +73,11 @@ OPS = (
     "plan + dispatch",
     "combine",
     "combine, weights",
+    "combine, rows elsewhere",
 )
 # Bulk copies between two H200, per direction, measured 2026-11-29.
 LINK_BYTES_PER_S = 330e9
-DEFAULT_SMS = 16
-SMS = (4, 8, 12, 16, 24, 32)
+SMS = (4, 8, 12, 14, 16, 24, 32)
 BESIDE_REPEATS = 20
 BESIDE_MATMULS = 3
 BESIDE_SIZE = (16384, 4096, 4096)

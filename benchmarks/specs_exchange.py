@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from moe_ops import comm, layout
 from moe_ops.comm import deep_ep as deep_ep_engine
+from moe_ops.comm import nvlink
 from moe_ops.ops.dispatch import combine, dispatch
 from moe_ops.ops.exchange_plan import exchange_plan
 
@@ -172,8 +173,9 @@ class Candidate:
 
 def our_runs(work: Exchange, group: dist.ProcessGroup) -> dict[str, Callable[[], Tensors]]:
     name, x_TH, weights_TK = comm.group_name_of(group), work.x_TH, work.weights_TK
-    rows_DH, weights_DK = work.rows_DH, work.weights_DK
+    elsewhere_DH, weights_DK = work.rows_DH, work.weights_DK
     plan = work.plan(group).tensors()
+    rows_DH = in_window(elsewhere_DH, name)
     ops = torch.ops.moe_ops
 
     def plan_and_dispatch() -> Tensors:
@@ -187,7 +189,15 @@ def our_runs(work: Exchange, group: dist.ProcessGroup) -> dict[str, Callable[[],
         "plan + dispatch": plan_and_dispatch,
         "combine": lambda: ops.combine(rows_DH, None, None, plan, name),
         "combine, weights": lambda: ops.combine(rows_DH, weights_DK, None, plan, name),
+        "combine, rows elsewhere": lambda: ops.combine(elsewhere_DH, None, None, plan, name),
     }
+
+
+def in_window(rows_DH: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Rows where peers can read them, as compiled layers place what they send back."""
+    space = nvlink.workspace(group_name)
+    place = space.window.empty(tuple(rows_DH.shape), rows_DH.dtype) if space else None
+    return rows_DH if place is None else place.copy_(rows_DH)
 
 
 def captured(run: Callable[[], Tensors]) -> Callable[[], Tensors]:

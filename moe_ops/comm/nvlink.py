@@ -22,7 +22,7 @@ from .window import Window
 MAX_RANKS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAN_CTAS = 128  # that must run at once
-DEFAULT_SMS, MAX_SMS = 16, 64  # MAX_SMS: exchanges of two groups still fit
+DEFAULT_SMS, MAX_SMS = 14, 64  # as many as fill the link of two GPUs; exchanges of two groups fit
 MAX_TOKENS = (1 << 24) - 2
 DEFAULT_WINDOW_OUTPUTS = 4  # of the greatest size
 _NUMBERS = 8  # of `World` in csrc/exchange.cuh, before the addresses

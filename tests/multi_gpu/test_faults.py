@@ -61,10 +61,15 @@ def plan(rank: int, top_k: int = TOP_K, **changes: Any) -> Plan:
     return moe_ops.exchange_plan(ids_of(rank, top_k), group=dist.group.WORLD, **settings)
 
 
-def dispatch(planned: Plan, hidden_size: int = HIDDEN, dtype: torch.dtype = torch.bfloat16) -> Any:
+def dispatch(
+    planned: Plan,
+    hidden_size: int = HIDDEN,
+    dtype: torch.dtype = torch.bfloat16,
+    wire: str = "full",
+) -> Any:
     x_TH = torch.ones(NUM_TOKENS, hidden_size, dtype=dtype, device="cuda")
     name = comm.group_name_of(dist.group.WORLD)
-    return OPS.dispatch(x_TH, None, planned.tensors(), name, "full")[0]
+    return OPS.dispatch(x_TH, None, planned.tensors(), name, wire)[0]
 
 
 def combine(planned: Plan, rows_DH: torch.Tensor) -> torch.Tensor:
@@ -173,6 +178,7 @@ def _dies(rank: int) -> None:
 CHANGES: dict[str, dict[str, Any]] = {
     "H": {"hidden_size": 32},
     "dtype": {"dtype": torch.float16},
+    "wire": {"wire": "fp8"},
     "K": {"top_k": 2},
     "operator": {},
 }
