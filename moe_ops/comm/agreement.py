@@ -48,9 +48,8 @@ def agree(op: str, group_name: str, check: Callable[[], Any]) -> None:
 def _disagreement(op: str, group_name: str, settings: str, failed: bool) -> str | None:
     """What the ranks gave, if it is not the same everywhere or one of them failed."""
     group = resolve(group_name)
-    backend = backend_of(group)
     known = _agreed.setdefault(group, set())
-    if group.size() == 1 or backend == "fake" or settings in known:
+    if group.size() == 1 or settings in known or (backend := backend_of(group)) == "fake":
         return None
     digest = int.from_bytes(hashlib.blake2b(settings.encode(), digest_size=7).digest(), "big")
     mine = torch.tensor([digest, failed], device=device_of(group))

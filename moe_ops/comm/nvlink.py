@@ -2,8 +2,8 @@
 
 Every rank of a group owns a workspace, symmetric memory of PyTorch's that all ranks have mapped:
 flags and small messages, an inbox for rows, and a window in which `dispatch` places its outputs, so
-that peers write rows where they stay. Where the window has no room, and while a CUDA graph is
-captured, rows go through the inbox: a copy more.
+that peers write rows where they stay, and from which they read what `combine` adds up. Where it has no
+room, rows go through the inbox: a copy more.
 """
 
 from __future__ import annotations

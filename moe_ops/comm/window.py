@@ -14,7 +14,7 @@ _ALIGNMENT = 512
 
 class Window:
     """Hands out parts of `memory`, uint8 on a GPU, as tensors; a part is free again once no tensor
-    uses its storage.
+    uses its storage. A part that a CUDA graph's capture took stays the graph's.
 
     What takes a part over waits for the streams that were current at the tensor's making and at its
     death. Work of other streams must be ordered before those; `record_stream` does nothing.
@@ -47,8 +47,11 @@ class Window:
     def _collect(self) -> None:
         while self._given_back:
             part = self._given_back.popleft()
-            for event in part.done:
-                torch.cuda.current_stream(self._memory.device).wait_event(event)
+            # A capture begins after all work outside the graph has ended: nothing to wait for.
+            if not torch.cuda.is_current_stream_capturing():
+                stream = torch.cuda.current_stream(self._memory.device)
+                for user in part.users - {stream}:
+                    stream.wait_stream(user)
             self._free.append((part.start, part.end))
         merged: list[tuple[int, int]] = []
         for start, end in sorted(self._free):
@@ -64,8 +67,8 @@ class _Part:
 
     def __init__(self, window: Window, start: int, end: int) -> None:
         self.window, self.start, self.end = window, start, end
-        self.maker = torch.cuda.current_stream(window._memory.device)
-        self.done: list[torch.cuda.Event] = []
+        self.users = {torch.cuda.current_stream(window._memory.device)}
+        self.captured = torch.cuda.is_current_stream_capturing()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -77,10 +80,8 @@ class _Part:
         }
 
     def __del__(self) -> None:
-        if sys.is_finalizing():
+        if sys.is_finalizing() or self.captured:
             return
-        # A graph's capture begins after all work outside it has ended: nothing to wait for.
         if not torch.cuda.is_current_stream_capturing():
-            streams = {self.maker, torch.cuda.current_stream(self.window._memory.device)}
-            self.done = [stream.record_event() for stream in streams]
+            self.users.add(torch.cuda.current_stream(self.window._memory.device))
         self.window._given_back.append(self)  # no lock: `empty` may hold it while this runs

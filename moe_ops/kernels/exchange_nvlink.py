@@ -160,8 +160,7 @@ def launch_dispatch(
     world = space.enter()  # before the window's memory is taken
     shape = (plan.num_copies, x_TH.shape[1])
     rows_DH = None
-    # A graph's memory is its own, and no peer writes decoded rows.
-    if wire == "full" and not torch.cuda.is_current_stream_capturing():
+    if wire == "full":  # no peer writes decoded rows
         rows_DH = space.window.empty(shape, x_TH.dtype)
     if rows_DH is None:
         rows_DH = x_TH.new_empty(shape)
@@ -234,11 +233,8 @@ def unpermute_in_window(
 
     space = nvlink.workspace(group)
     assert space is not None
-    x_TH = None
-    if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
-        space.enter()
-        shape = (row_of_slot_TK.shape[0], rows_CH.shape[1])
-        x_TH = space.window.empty(shape, rows_CH.dtype)
+    space.enter()
+    x_TH = space.window.empty((row_of_slot_TK.shape[0], rows_CH.shape[1]), rows_CH.dtype)
     return permute.unpermute(rows_CH, weights_TK, slot_of_row_C, row_of_slot_TK, x_TH)
 
 

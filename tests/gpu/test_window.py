@@ -51,6 +51,22 @@ def test_no_rows_take_little() -> None:
     assert window_of(0).empty((0, 7), torch.bfloat16) is None
 
 
+def test_what_a_graph_took_stays_its_own() -> None:
+    window = window_of(4 * KIB)
+    before = must(window.empty((KIB,), torch.uint8))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inside = must(window.empty((KIB,), torch.uint8)).fill_(1)
+        place = inside.data_ptr()
+        del inside, before
+        assert must(window.empty((KIB,), torch.uint8)).data_ptr() != place
+    gc.collect()
+    others = [must(window.empty((KIB,), torch.uint8)).zero_() for _ in range(2)]
+    assert window.empty((KIB,), torch.uint8) is None, "two parts are the graph's"
+    graph.replay()
+    assert not torch.stack(others).any()
+
+
 def test_what_comes_next_waits_for_who_read() -> None:
     window, aside = window_of(4 * KIB), torch.cuda.Stream()
     read = torch.empty(KIB, dtype=torch.int32, device="cuda")

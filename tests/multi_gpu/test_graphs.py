@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+import fx_passes
 import moe_ops
 from moe_ops.testing import assert_equal, make_ids
 from tests.gpu import captured
@@ -48,6 +51,32 @@ def _routings(rank: int, shape: torch.Size, num_experts: int) -> dict[str, torch
     one_hot = none.clone()
     one_hot[:, 0] = num_experts - 1
     return {"random": random_ids, "one-hot": one_hot, "none": none, "random again": random_ids}
+
+
+def test_compiled_layer_trains_in_cuda_graphs() -> None:
+    run_on_gpus(_compiled)
+
+
+def _compiled(rank: int) -> None:
+    config = make_config(
+        dispatcher="flex", hidden_size=64, ffn_hidden_size=32, **capacity_fields(32)
+    )
+    layer = make_layer(config, groups().nvlink, torch.bfloat16, "cuda")
+    x, grad, ids_TK = (t.cuda() for t in inputs_of_rank(rank, 32, config, torch.bfloat16))
+    leaves = [x.requires_grad_(), *layer.parameters()]
+    options = {**fx_passes.options(), "triton.cudagraphs": True}
+    compiled = torch.compile(layer, options=options, fullgraph=True)
+
+    def step(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        torch.compiler.cudagraph_mark_step_begin()
+        y = run(x, router_ids=ids_TK)
+        return [value.clone() for value in [y.detach(), *torch.autograd.grad(y, leaves, grad)]]
+
+    for name, ids in _routings(rank, ids_TK.shape, config.num_experts).items():
+        ids_TK.copy_(ids)
+        for number, (value, wanted) in enumerate(zip(step(compiled), step(layer), strict=True)):
+            torch.testing.assert_close(value, wanted, rtol=2e-2, atol=2e-2, msg=f"{name}: {number}")
+    layer.check_overflow()
 
 
 def test_graphs_are_captured_on_several_streams() -> None:
