@@ -1,8 +1,8 @@
 """The engine `nvlink`: GPUs of one host write to each other's memory (csrc/exchange*.cu).
 
 Every rank of a group owns a workspace, symmetric memory of PyTorch's that all ranks have mapped:
-flags and small messages, an inbox for rows, and a window in which `dispatch` places its outputs, so
-that peers write rows where they stay, and from which they read what `combine` adds up. Where it has no
+flags and small messages, an inbox for rows, and a window. There `dispatch` places its outputs, so
+that peers write rows where they stay, and peers read there what `combine` adds up. Where it has no
 room, rows go through the inbox: a copy more.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import threading
 from typing import Any
@@ -27,10 +28,13 @@ class Window:
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor with nothing in it, or None where no free part is large enough.
+        """A tensor with nothing in it, or None where no free part is large enough, and within the
+        CUDA graphs of `torch.compile(mode="reduce-overhead")`, which take no memory but their own.
 
         The current stream waits for what used the parts that have become free.
         """
+        if _in_tree_of_graphs(self._memory.device):
+            return None
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         size = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
@@ -60,6 +64,17 @@ class Window:
             else:
                 merged.append((start, end))
         self._free = merged
+
+
+def _in_tree_of_graphs(device: torch.device) -> bool:
+    """Whether Inductor warms up or captures a graph of its own: it does so on one stream."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    with contextlib.suppress(AssertionError):  # a thread that Inductor does not know
+        manager = trees.get_manager(device.index, create_if_none_exists=False)
+        return manager is not None and torch.cuda.current_stream(device) == manager.stream
+    return False
 
 
 class _Part:
