@@ -8,7 +8,8 @@ bit for bit, others must deliver the same rows. Calls run back to back, hot, `--
 events, backends interleaved in rounds; quoted are the median over rounds, of the slower rank, and
 the range over the median.
 
-Rates count the rows that must leave a rank, one a (token, other rank), whatever a backend sends;
+"combine" gets rows in the window, as compiled layers place them, "combine, rows elsewhere" rows
+outside it, which are pushed. Rates count the rows that must leave a rank, one a (token, other rank), whatever a backend sends;
 their roofline is the link. `--beside` times matmuls alone and with an exchange on a second stream.
 Backends stand in `benchmarks.specs_exchange`.
 """

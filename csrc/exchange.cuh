@@ -16,14 +16,15 @@ namespace moe_ops::exchange {
 
 constexpr int kMaxRanks = 8;
 constexpr int kMaxTopK = 32;
-constexpr int kIdSenders = 32;  // CTAs that deliver ids; a lane looks at the word of each
+constexpr int kIdSenders = 32;    // CTAs that send ids; a lane looks at the word of each
+constexpr int64_t kNowhere = -1;  // instead of a place in a workspace
 
 // Settings that ranks must share, and how many exchanges came before: (digest << 32) | epoch.
 using Tag = uint64_t;
 
 // A word that says that a CTA's part of a rank's ids is here.
 struct IdsArrived {
-  static constexpr int kEpochBits = 16, kDigestBits = 24, kTokensBits = 24;
+  static constexpr int kEpochBits = 16, kDigestBits = 24;  // then the tokens, in 24
 
   __host__ __device__ static uint64_t word(uint32_t epoch, uint32_t digest, int64_t tokens) {
     return (epoch & ((1u << kEpochBits) - 1)) | (uint64_t{digest & ((1u << kDigestBits) - 1)} << kEpochBits) |
@@ -34,10 +35,11 @@ struct IdsArrived {
   __device__ static int tokens(uint64_t word) { return static_cast<int>(word >> (kEpochBits + kDigestBits)); }
 };
 
-// From one rank to another.
+// From one rank to another: where in the sender's workspace the receiver writes rows (dispatch) or reads them
+// (combine).
 struct Mail {
-  uint64_t target;  // where in the receiver's workspace its rows go
-  int64_t limit;    // how many of them there are at most
+  int64_t offset;  // kNowhere: combine's rows are not there
+  int64_t limit;   // how many rows there are at most
   Tag tag;
 };
 
@@ -48,7 +50,8 @@ struct Tally {
 };
 
 struct Control {
-  Mail mail[kMaxRanks];
+  // By parity of the epoch: a CTA that is late must not read what the next exchange says. The one after that waits.
+  Mail mail[2][kMaxRanks];
   uint32_t epoch, ctas_done;                       // of exchanges of rows; CTAs of the running one that are through
   uint32_t plan_epoch, plan_ctas_done;             // of plans; CTAs that have counted, of all plans so far
   uint64_t ids_arrived[2][kMaxRanks][kIdSenders];  // by parity of the epoch; an IdsArrived from each CTA that delivers
@@ -91,8 +94,8 @@ struct World {
   static constexpr int kMaxVectors = (kMaxColumns + ChunkCounts::kSize - 1) / ChunkCounts::kSize;
 
   // The workspace: Control | counts [kMaxVectors][num_plan_ctas] | flags uint32 [P * max_tokens] | ids int16
-  // [2][P][max_tokens][kMaxTopK] | weights float [P * max_tokens][kMaxTopK] | inbox [P * max_tokens] rows | window.
-  // Flags and inbox: by copy in dispatch, by [rank][token] in combine.
+  // [2][P][max_tokens][kMaxTopK] | weights float, room for [P * max_tokens][kMaxTopK], rows of K | inbox [P *
+  // max_tokens] rows | window. Flags, weights and inbox: by copy in dispatch, by [rank][token] in combine.
   __host__ __device__ static int64_t round_up(int64_t bytes) { return (bytes + 511) / 512 * 512; }
   __host__ __device__ int64_t max_copies() const { return num_ranks * max_tokens; }
   __host__ __device__ static int64_t counts_at() { return round_up(sizeof(Control)); }
@@ -219,16 +222,12 @@ __device__ inline void wait_for_all(const World& world, const char* what, int pe
       [=] { fail(world, what, kLate, peer, expected, load_acquire(said)); });
 }
 
-// For a peer's tag of this epoch. A later one is as good: it means that the peer needs nothing more of this exchange.
+// For a peer's tag of this epoch, which must be this rank's.
 __device__ inline void wait_for_tag(const World& world, const char* what, int peer, const Tag* word, Tag tag) {
-  const uint32_t epoch = static_cast<uint32_t>(tag);
-  wait_until(
-      world, [=] { return reached(static_cast<uint32_t>(load_acquire(word)), epoch); },
-      [=] { fail(world, what, kLate, peer, epoch, static_cast<uint32_t>(load_acquire(word))); });
+  const auto epoch_of = [](Tag number) { return static_cast<uint32_t>(number); };
+  wait_for(world, what, peer, word, epoch_of(tag), epoch_of);
   const Tag seen = load_acquire(word);
-  if (static_cast<uint32_t>(seen) == epoch && seen != tag) {
-    fail(world, what, kOtherSettings, peer, tag >> 32, seen >> 32);
-  }
+  if (seen != tag) fail(world, what, kOtherSettings, peer, tag >> 32, seen >> 32);
 }
 
 }  // namespace moe_ops::exchange

@@ -60,6 +60,15 @@ __device__ void push_copies(const Exchange& exchange, const Combine& combine, Sh
       });
 }
 
+__device__ inline uint4 load_shared(uint32_t from) {
+  uint4 bits;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(from)
+               : "memory");
+  return bits;
+}
+
 // A token's rows, which lane r of the warp knows of rank r (null: none), summed in rank order; up to kRanks of them.
 template <typename T, int kRanks>
 __device__ void sum_rows(const uint8_t* row_of_rank, const uint8_t* addend, uint8_t* to, int row_bytes) {
@@ -253,35 +262,35 @@ class Loader {
   unsigned left_ = 0;  // ranks whose piece is still to be loaded
 };
 
-// Rows summed in rank order, as pulled piece by piece into this warp's slots.
+// Rows summed in rank order, as pulled piece by piece into this warp's stages.
 template <typename T>
-__device__ void pull_sums(const Exchange& exchange, const Combine& combine, Shared& shared, uint32_t slots) {
+__device__ void pull_sums(const Exchange& exchange, const Combine& combine, Shared& shared, uint32_t stages) {
   const int taker = warp() - exchange.num_pushers, begin = taker * gridDim.x + blockIdx.x, step = gridDim.x * kTakers;
   const int row_bytes = exchange.row_bytes;
-  const uint32_t full = hopper::shared_address(shared.slot_full[taker]);
-  slots += taker * kSlots * kPieceBytes;
+  const uint32_t full = hopper::shared_address(shared.pull_full[taker]);
+  stages += taker * kPullStages * kPieceBytes;
   Loader loader(exchange, combine, shared, begin, step);
-  const auto refill = [&](int slot) { loader.load(slots + slot * kPieceBytes, full + slot * sizeof(uint64_t)); };
+  const auto refill = [&](int stage) { loader.load(stages + stage * kPieceBytes, full + stage * sizeof(uint64_t)); };
   asm volatile("fence.proxy.async.global;" ::: "memory");  // bulk copies read what ordinary stores wrote
-  for (int slot = 0; slot < kSlots; ++slot) refill(slot);
-  int slot = 0;
+  for (int stage = 0; stage < kPullStages; ++stage) refill(stage);
+  int stage = 0;
   uint32_t parity = 0;
   Tokens tokens(exchange, begin, step);
   while (tokens.next()) {
     for (int first = 0; first < row_bytes; first += kPieceBytes) {
       Vector<T> sums[kVectorsOfPiece]{};
       for (unsigned left = tokens.held; left; left &= left - 1) {
-        hopper::barrier_wait(full + slot * sizeof(uint64_t), parity);
-        uint4 values[kVectorsOfPiece];  // past the end of a row, of another: those are not stored
+        hopper::barrier_wait(full + stage * sizeof(uint64_t), parity);
+        uint4 values[kVectorsOfPiece];  // past a row's end: what the stage held before, not stored
 #pragma unroll
         for (int i = 0; i < kVectorsOfPiece; ++i) {
-          values[i] = load_shared(slots + slot * kPieceBytes + (i * kLanes + lane()) * kVectorBytes);
+          values[i] = load_shared(stages + stage * kPieceBytes + (i * kLanes + lane()) * kVectorBytes);
         }
         hopper::async_proxy_fence();  // before they are overwritten
         __syncwarp();
-        refill(slot);
-        if (++slot == kSlots) {
-          slot = 0;
+        refill(stage);
+        if (++stage == kPullStages) {
+          stage = 0;
           parity ^= 1;
         }
 #pragma unroll
@@ -299,9 +308,9 @@ __device__ void pull_sums(const Exchange& exchange, const Combine& combine, Shar
   }
 }
 
-// Tells the peers that this CTA is through with their rows; the first CTA waits for all of the peers', whereupon this
-// rank's rows may change.
-__device__ void part(const Exchange& exchange) {
+// Tells the peers that this CTA has pulled their rows. The first CTA waits for all of theirs: then this rank's rows may
+// change.
+__device__ void finish_pulls(const Exchange& exchange) {
   __syncthreads();
   const World& world = exchange.world;
   const int peer = threadIdx.x;
@@ -344,7 +353,7 @@ __global__ void __launch_bounds__((kCombinePushers + kTakers) * kLanes)
       push_copies(exchange, combine, shared, buffers + warp() * kStages * exchange.stage_bytes, epoch);
     }
   } else {
-    greet(exchange, "combine", combine.offset, exchange.num_copies, exchange.tag_digest | epoch, shared);
+    greet(exchange, "combine", combine.offset, exchange.num_copies, epoch, shared);
     pulls = all_can_be_pulled(exchange, combine, shared);
     if (pulls) {
       pull_sums<T>(exchange, combine, shared, buffers);
@@ -354,7 +363,7 @@ __global__ void __launch_bounds__((kCombinePushers + kTakers) * kLanes)
       take(takers(exchange));
     }
   }
-  if (pulls) part(exchange);
+  if (pulls) finish_pulls(exchange);
   finish(exchange, epoch, pulls ? gridDim.x : 0);
 }
 
@@ -375,12 +384,12 @@ void exchange_combine(Tensor rows, std::optional<Tensor> weights, std::optional<
   const Combine combine{offset_of(exchange.world, rows, mapped_bytes), static_cast<const uint8_t*>(rows.data_ptr()),
                         pointer_or_null<const float>(weights),         pointer_or_null<const uint8_t>(addend),
                         static_cast<uint8_t*>(x.data_ptr()),           static_cast<float*>(weights_out.data_ptr())};
-  const int slots_bytes = combine.offset == kNowhere ? 0 : kTakers * kSlots * kPieceBytes;
+  const int pull_bytes = combine.offset == kNowhere ? 0 : kTakers * kPullStages * kPieceBytes;
   const ScalarType dtype = rows.scalar_type();
   const auto kernel = dtype == ScalarType::BFloat16 ? combine_kernel_of<__nv_bfloat16>(exchange)
                       : dtype == ScalarType::Half   ? combine_kernel_of<__half>(exchange)
                                                     : combine_kernel_of<float>(exchange);
-  launch(kernel, exchange, combine, slots_bytes, device.stream());
+  launch(kernel, exchange, combine, pull_bytes, device.stream());
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {

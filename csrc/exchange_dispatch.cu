@@ -171,7 +171,7 @@ __global__ void __launch_bounds__((kDispatchPushers + kTakers) * kLanes)
     const uint32_t stages = hopper::shared_address(shared_words) + kSharedHead;
     push_tokens<Coded>(exchange, dispatch, shared, stages + warp() * kStages * exchange.stage_bytes, epoch);
   } else {
-    greet(exchange, "dispatch", dispatch.target, exchange.num_copies, exchange.tag_digest | epoch, shared);
+    greet(exchange, "dispatch", dispatch.target, exchange.num_copies, epoch, shared);
     if (exchange.weighted) {
       by_width(exchange, [&](auto width) { send_weights<width.value>(exchange, dispatch, takers(exchange)); });
     }

@@ -94,7 +94,7 @@ __device__ int num_tokens_of(const World& world, int source, uint32_t epoch) {
 // another's finding room for a large kernel.
 template <typename Id>
 __global__ void __launch_bounds__(kSenderThreads)
-    deliver_kernel(const __grid_constant__ World world, const __grid_constant__ Problem problem, const Id* ids) {
+    send_ids_kernel(const __grid_constant__ World world, const __grid_constant__ Problem problem, const Id* ids) {
   wait_for_previous_kernel();
   allow_next_kernel();
   const uint32_t epoch = world.control().plan_epoch + 1;
@@ -134,7 +134,7 @@ __device__ int wait_for_ids(const World& world, const Problem& problem, int sour
   return IdsArrived::tokens(__shfl_sync(kAllLanes, seen, 0));
 }
 
-// What thread c counts in column c: over the chunks before this CTA's, before the next rank's, and over all.
+// A column's counts, added up: over the chunks before this CTA's, over those before the next source rank's, over all.
 struct Sums {
   int before, before_next, all;
 };
@@ -174,13 +174,13 @@ struct Tile {
   int16_t ids[kSteps];
 
   static __device__ int max_tokens(const Problem& problem) { return min(problem.by_top_k.quotient(kSlots), kThreads); }
-  static __device__ int count_of(const Problem& problem, const Chunk& chunk) {
+  static __device__ int num_tiles_of(const Problem& problem, const Chunk& chunk) {
     const int size = max_tokens(problem);
     return (chunk.end - chunk.begin + size - 1) / size;
   }
 
-  // Tile `number` of the chunk, whose destinations it notes. A thread's own token's are not
-  // read by others.
+  // Loads tile `number` of the chunk and notes its tokens' destinations. No barrier is needed before: a thread clears
+  // only those that it alone reads.
   __device__ void load(const Problem& problem, const Chunk& chunk, int number, Shared& shared) {
     first = chunk.begin + number * max_tokens(problem);
     num_tokens = min(max_tokens(problem), chunk.end - first);
@@ -230,7 +230,8 @@ __device__ void count_tile(const World& world, const Problem& problem, const Til
 }
 
 // The counts of all chunks, each as soon as it is written, added up to shared.sums. A warp looks after a vector.
-// NOTE: unbounded, for a CTA that does not write has given up waiting for ids, which ends this one.
+// NOTE: the wait for a chunk's counts needs no bound: its CTA writes them, or gives up waiting for ids, whose trap ends
+// this CTA, too.
 __device__ void add_up(const World& world, const Problem& problem, uint32_t epoch, int next_source_chunk,
                        Shared& shared) {
   const int num_chunks = gridDim.x;
@@ -477,7 +478,8 @@ __global__ void __launch_bounds__(kThreads)
   Shared& shared = *reinterpret_cast<Shared*>(shared_words);
   Control& here = world.control();
   const int thread = threadIdx.x, num_experts = problem.experts_here, source = int(blockIdx.x) / chunks_per_rank;
-  const uint32_t epoch = here.plan_epoch + (kCounts ? 1 : 0);
+  // NOTE: before the wait below: send_ids_kernel allows this kernel only once the plan before has ended.
+  const uint32_t epoch = load_acquire(&here.plan_epoch) + (kCounts ? 1 : 0);
   if (kPlaces) slots::clear_starts(shared.starts, num_experts);
   shared.count[thread] = 0;
   if (thread < ChunkCounts::kSize) shared.count[kThreads + thread] = 0;
@@ -489,7 +491,7 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_previous_kernel();
   const int num_tokens = kCounts ? shared.num_tokens : num_tokens_of(world, source, epoch);
   const Chunk chunk = chunk_of(world, problem, blockIdx.x, chunks_per_rank, num_tokens, epoch);
-  const int num_tiles = Tile<kSteps>::count_of(problem, chunk);
+  const int num_tiles = Tile<kSteps>::num_tiles_of(problem, chunk);
   Tile<kSteps> tile;
   if constexpr (kCounts) {
     for (int number = num_tiles - 1; number >= 0; --number) {  // the first last: its copies are placed first
@@ -560,12 +562,12 @@ void launch_whole(const World& world, const Problem& problem, const Plan& plan, 
   launch_steps(world, problem, plan, Start::kTogether, stream);
 }
 
-void deliver(const World& world, const Problem& problem, const Tensor& ids, cudaStream_t stream) {
+void send_ids(const World& world, const Problem& problem, const Tensor& ids, cudaStream_t stream) {
   if (ids.scalar_type() == ScalarType::Long) {
-    moe_ops::launch(deliver_kernel<int64_t>, kIdSenders, kSenderThreads, 0, Start::kEarly, stream, world, problem,
+    moe_ops::launch(send_ids_kernel<int64_t>, kIdSenders, kSenderThreads, 0, Start::kEarly, stream, world, problem,
                     ids.const_data_ptr<int64_t>());
   } else {
-    moe_ops::launch(deliver_kernel<int>, kIdSenders, kSenderThreads, 0, Start::kEarly, stream, world, problem,
+    moe_ops::launch(send_ids_kernel<int>, kIdSenders, kSenderThreads, 0, Start::kEarly, stream, world, problem,
                     ids.const_data_ptr<int>());
   }
 }
@@ -575,7 +577,7 @@ void exchange_plan_count(Tensor ids, Tensor world_numbers, int64_t num_experts) 
   const World world = world_of(world_numbers);
   const Problem problem = problem_of(world, ids.size(0), ids.size(1), num_experts);
   const OnDeviceOf device(ids);
-  deliver(world, problem, ids, device.stream());
+  send_ids(world, problem, ids, device.stream());
   launch<true, false, kManySteps>(world, problem, Plan{}, Start::kPlain, device.stream());
 }
 
@@ -610,7 +612,7 @@ void exchange_plan_place(std::optional<Tensor> own_ids, Tensor world_numbers, in
                   own_ids ? static_cast<int>(ids.size(0)) : INT_MAX};
   const OnDeviceOf device(ids);
   if (own_ids) {
-    deliver(world, problem, *own_ids, device.stream());
+    send_ids(world, problem, *own_ids, device.stream());
     launch_whole(world, problem, plan, device.stream());
   } else {
     launch<false, true, kManySteps>(world, problem, plan, Start::kPlain, device.stream());

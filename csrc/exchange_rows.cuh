@@ -1,7 +1,7 @@
-// What dispatch and combine share: a kernel on a few multiprocessors, some of whose warps push rows to the ranks that
-// want them, by bulk copies through shared memory, and raise a flag for every row that has arrived, while the others
-// take what the peers push. A rank first tells its peers where their rows may go, which also says that nobody here
-// still reads what lies there.
+// What dispatch and combine share: a kernel on a few multiprocessors. Some of its warps push rows to the ranks that
+// want them, by bulk copies through shared memory, with a flag for each row that goes into an inbox; the others take
+// what has arrived, or (combine) pull it. First ranks tell their peers where rows go or lie, which also says that what
+// lay in memory that they may write is no longer read.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -33,22 +33,21 @@ constexpr int kStageBytes = 16 * 1024;  // a batch of short rows; a longer row i
 constexpr int kSharedBytes = 227 * 1024;
 constexpr int kVectorBytes = 16;
 
-// Combine, where rows are pulled: each taker brings them, piece by piece, into slots of its own.
+// Combine, where rows are pulled: each taker brings them, piece by piece, into stages of its own.
 constexpr int kVectorsOfPiece = 4;  // of a lane
 constexpr int kPieceBytes = kVectorsOfPiece * kLanes * kVectorBytes;
-constexpr int kSlots = 7;
-constexpr int64_t kNowhere = -1;  // instead of a place in a workspace
+constexpr int kPullStages = 7;
 
 struct Shared {
   uint64_t full[kDispatchPushers][kStages];
-  uint64_t slot_full[kTakers][kSlots];
+  uint64_t pull_full[kTakers][kPullStages];
   uint8_t* rows_of_peer[kMaxRanks];  // where rows for a peer go, or (combine) its rows are; or null
   int64_t limit_of_peer[kMaxRanks];  // and how many of them there are
   int first_copy[kMaxRanks + 1];     // of each source rank (combine)
 };
 
 constexpr int kSharedHead = (sizeof(Shared) + 127) / 128 * 128;
-static_assert(kSharedHead + kTakers * kSlots * kPieceBytes <= kSharedBytes);
+static_assert(kSharedHead + kTakers * kPullStages * kPieceBytes <= kSharedBytes);
 
 struct Exchange {
   World world;
@@ -65,15 +64,6 @@ __device__ inline void bulk_load(uint32_t to, const void* from, int bytes, uint3
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
-}
-
-__device__ inline uint4 load_shared(uint32_t from) {
-  uint4 bits;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-               : "r"(from)
-               : "memory");
-  return bits;
 }
 
 __device__ inline void bulk_store(void* to, uint32_t from, int bytes) {
@@ -153,6 +143,26 @@ struct Batch {
   int bytes;
 };
 
+// Flags of a lane's rows, null for none: raised once the stores of the rows have arrived.
+template <int kFlagged>
+struct Flags {
+  uint32_t* words[kFlagged]{};
+
+  __device__ bool any() const {  // in the warp
+    bool some = false;
+#pragma unroll
+    for (int i = 0; i < kFlagged; ++i) some |= words[i] != nullptr;
+    return __any_sync(kAllLanes, some);
+  }
+  __device__ void raise(uint32_t epoch) const {
+    __threadfence_system();
+#pragma unroll
+    for (int i = 0; i < kFlagged; ++i) {
+      if (words[i]) store_relaxed(words[i], epoch);
+    }
+  }
+};
+
 // One warp's batches first, first + step, .. below `end`, through its stages.
 //   batch_of(i): what to load; no bytes for nothing
 //   place_of(i): a number for this lane, loaded two batches ahead
@@ -160,7 +170,8 @@ struct Batch {
 //
 // Unless `greeted`, the first loads are started before the peers' mail is here. A stage is free once its stores have
 // read it. Flags wait until the stores have arrived, and are raised kFlagged batches at a time, kFlagged batches later:
-// ordering them after the rows takes a microsecond. At the end all stores have arrived.
+// ordering them after the rows takes a microsecond (H200). kUnrolled: how many of them the loop's body holds. At the
+// end all stores have arrived.
 template <int kFlagged, int kUnrolled = kFlagged, typename BatchOf, typename PlaceOf, typename Deliver>
 __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, int first, int step, int end,
                      uint32_t epoch, bool greeted, BatchOf batch_of, PlaceOf place_of, Deliver deliver) {
@@ -177,26 +188,13 @@ __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, 
     const int index = first + number * step;
     return index < end ? place_of(index) : kNone;
   };
-  const auto are_flags = [&](uint32_t* const(&flags)[kFlagged]) {
-    bool some = false;
-#pragma unroll
-    for (int i = 0; i < kFlagged; ++i) some |= flags[i] != nullptr;
-    return __any_sync(kAllLanes, some);
-  };
-  const auto raise = [&](uint32_t* const(&flags)[kFlagged]) {
-    __threadfence_system();
-#pragma unroll
-    for (int i = 0; i < kFlagged; ++i) {
-      if (flags[i]) store_relaxed(flags[i], epoch);
-    }
-  };
   static_assert(kStages == 3, "places are held for the current batch and two more");
   for (int number = 0; number < kStages; ++number) load(number);
   int current = place(0), next = place(1);
   if (!greeted) sync_greeted();
-  uint32_t* previous_flags[kFlagged]{};
+  Flags<kFlagged> previous;
   for (int base = 0; first + base * step < end; base += kFlagged) {
-    uint32_t* flags[kFlagged]{};
+    Flags<kFlagged> flags;
 #pragma unroll kUnrolled
     for (int i = 0; i < kFlagged; ++i) {
       const int number = base + i, index = first + number * step;
@@ -204,7 +202,7 @@ __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, 
         const int after_next = place(number + 2);
         const uint32_t stage = number % kStages;
         hopper::barrier_wait(full + stage * sizeof(uint64_t), number / kStages & 1);
-        flags[i] = deliver(index, current, stages + stage * exchange.stage_bytes);
+        flags.words[i] = deliver(index, current, stages + stage * exchange.stage_bytes);
         current = next;
         next = after_next;
       }
@@ -213,33 +211,33 @@ __device__ void push(const Exchange& exchange, Shared& shared, uint32_t stages, 
       __syncwarp();
       if (number > 0) load(number - 1 + kStages);
     }
-    if (are_flags(previous_flags)) {
+    if (previous.any()) {
       stores_wait<kFlagged>();
-      raise(previous_flags);
+      previous.raise(epoch);
     }
-#pragma unroll
-    for (int i = 0; i < kFlagged; ++i) previous_flags[i] = flags[i];
+    previous = flags;
   }
   stores_wait<0>();
-  if (are_flags(previous_flags)) raise(previous_flags);
+  if (previous.any()) previous.raise(epoch);
 }
 
-// Tells the peers where rows for this rank go, and learns where theirs do. By the warps that take.
-__device__ inline void greet(const Exchange& exchange, const char* what, int64_t target, int64_t limit, Tag tag,
+// Tells the peers where they write or read this rank's rows, and learns it of theirs. By the takers.
+__device__ inline void greet(const Exchange& exchange, const char* what, int64_t offset, int64_t limit, uint32_t epoch,
                              Shared& shared) {
   const World& world = exchange.world;
   const int peer = taker_thread(exchange);
   if (peer < world.num_ranks && peer != world.rank) {
+    const Tag tag = exchange.tag_digest | epoch;
     if (blockIdx.x == 0) {
-      Mail& mail = world.control(peer).mail[world.rank];
-      mail.target = target;
+      Mail& mail = world.control(peer).mail[epoch & 1][world.rank];
+      mail.offset = offset;
       mail.limit = limit;
       store_release(&mail.tag, tag);
     }
-    const Mail& mail = world.control().mail[peer];
+    const Mail& mail = world.control().mail[epoch & 1][peer];
     wait_for_tag(world, what, peer, &mail.tag, tag);
-    const auto target = static_cast<int64_t>(*static_cast<const volatile uint64_t*>(&mail.target));
-    shared.rows_of_peer[peer] = target == kNowhere ? nullptr : world.bases[peer] + target;
+    const int64_t theirs = *static_cast<const volatile int64_t*>(&mail.offset);
+    shared.rows_of_peer[peer] = theirs == kNowhere ? nullptr : world.bases[peer] + theirs;
     shared.limit_of_peer[peer] = *static_cast<const volatile int64_t*>(&mail.limit);
   }
   sync_greeted();
@@ -250,7 +248,7 @@ __device__ inline void init_barriers(Shared& shared) {
     if (int(threadIdx.x) < number) hopper::barrier_init(hopper::shared_address(barriers + threadIdx.x), 1);
   };
   init(shared.full[0], kDispatchPushers * kStages);
-  init(shared.slot_full[0], kTakers * kSlots);
+  init(shared.pull_full[0], kTakers * kPullStages);
   hopper::barrier_init_fence();
 }
 
@@ -391,18 +389,19 @@ inline Exchange exchange_of(const Tensor& world_numbers, Op op, const Tensor& ro
 }
 
 template <typename Arguments>
-void launch(void (*kernel)(Exchange, Arguments), const Exchange& exchange, const Arguments& arguments, int slots_bytes,
+void launch(void (*kernel)(Exchange, Arguments), const Exchange& exchange, const Arguments& arguments, int pull_bytes,
             cudaStream_t stream) {
   const int stages_bytes = exchange.num_pushers * kStages * exchange.stage_bytes;
-  const int shared_bytes = kSharedHead + std::max(stages_bytes, slots_bytes);
+  const int shared_bytes = kSharedHead + std::max(stages_bytes, pull_bytes);
   launch(kernel, static_cast<int>(exchange.world.num_sms), (exchange.num_pushers + kTakers) * kLanes, shared_bytes,
          Start::kEarly, stream, exchange, arguments);
 }
 
 // Where `tensor` begins in this rank's workspace of `mapped_bytes`, or kNowhere.
 inline int64_t offset_of(const World& world, const Tensor& tensor, int64_t mapped_bytes) {
-  const int64_t offset = static_cast<uint8_t*>(tensor.data_ptr()) - world.bases[world.rank];
   const int64_t num_bytes = tensor.numel() * tensor.element_size();
+  if (num_bytes == 0) return 0;  // it has no address
+  const int64_t offset = static_cast<uint8_t*>(tensor.data_ptr()) - world.bases[world.rank];
   return 0 <= offset && offset + num_bytes <= mapped_bytes ? offset : kNowhere;
 }
 

@@ -37,7 +37,7 @@ __device__ inline int exclusive_scan(int value, int (&warp_sums)[kWarps], int& t
   return __reduce_add_sync(kAllLanes, lane() < warp() ? other : 0) + sum - value;
 }
 
-// Starts: [kWarps][num_experts], slots of a warp, then where these start. Here all are none.
+// starts [kWarps][num_experts]: how many slots of an expert a warp has, later where they start. Zeroes them.
 __device__ inline void clear_starts(uint16_t* starts, int num_experts) {
   constexpr int kWordsPerExpert = kWarps * sizeof(uint16_t) / sizeof(uint4);
   static_assert(kWarps * sizeof(uint16_t) % sizeof(uint4) == 0);
@@ -45,7 +45,8 @@ __device__ inline void clear_starts(uint16_t* starts, int num_experts) {
   for (int i = threadIdx.x; i < num_experts * kWordsPerExpert; i += kThreads) words[i] = uint4{};
 }
 
-// Places among the warp's slots of the same expert; their number to cleared starts. Barriers before and after.
+// places: of each slot among its warp's of the same expert. Their number goes into starts, which must be zero. Barriers
+// before and after.
 template <int kSteps>
 __device__ void rank_in_warp(const int (&experts)[kSteps], int num_experts, uint16_t* starts, int (&places)[kSteps]) {
   uint16_t* const counts = starts + warp() * num_experts;

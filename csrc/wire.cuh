@@ -97,7 +97,7 @@ __device__ void encode_row(uint8_t* row, int width, bool pow2) {
   constexpr int kValues = Vector<T>::kSize, kVectors = kRun / kLanesOfRun / kValues, kStride = kLanesOfRun * kValues;
   constexpr int kTurns = 4 / sizeof(T), kRuns = kLanes / kLanesOfRun;
   const int group = lane() / kLanesOfRun, member = lane() % kLanesOfRun, num_runs = num_runs_of(width);
-  // Groups take a run's vectors in different orders, and so meet no other in a bank.
+  // Groups take a run's vectors in different orders, so that no two meet in a bank.
   const int start = group % kVectors * kStride + member * kValues;
   const auto place = [&](int run, int i) { return run * kRun + (start ^ (i * kStride)); };
   uint8_t* const codes = row + codes_at(width);

@@ -3,7 +3,8 @@
     combine(unpermute(rows, w, ...), ..., group)
         ->  combine(unpermute_in_window(rows, w, ..., group), ..., group)
 
-It refuses sums that something else reads too, and what no kernel of the device does.
+It refuses sums that something else reads too, which the window would be full of for longer, and
+does nothing where no kernel writes to a window.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ def why_not(match: Match) -> str | None:
     """Why the sums stay where they are."""
     if len(match.unpermute.users) > 1:
         return "something else reads the sums"
-    if not fuses(_IN_WINDOW, _placed(match)):
+    if not fuses(_IN_WINDOW, _arguments_in_window(match)):
         return "no kernel places sums in a window"
     return None
 
 
-def _placed(match: Match) -> list[object]:
+def _arguments_in_window(match: Match) -> list[object]:
     return [*arguments(match.unpermute), arguments(match.combine)[-1]]
 
 
 def rewrite(match: Match) -> None:
-    """Sum in the same place, into other memory."""
+    """The same sums, written to the window."""
     unpermute = match.unpermute
     value = unpermute.meta["val"]
-    replace(unpermute, add_call(unpermute, _IN_WINDOW, _placed(match), unpermute, value))
+    replace(unpermute, add_call(unpermute, _IN_WINDOW, _arguments_in_window(match), unpermute, value))
 
 
 def place_in_window_pass(graph: Graph) -> int:

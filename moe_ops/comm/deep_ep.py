@@ -56,11 +56,12 @@ def create(group_name: str, *, hidden_size: int, num_sms: int | None) -> None:
     """Allocate the group's buffers and map them. Collective, after `obstacle` said None.
 
     Raises:
-        ValueError: on every rank, if one of them could not.
+        ValueError: on every rank, if one of them could not; if it is out of memory, the others wait
+            for the group's timeout.
     """
     group, made, why_not = resolve(group_name), None, None
     try:
-        made = _make(group, 2 * hidden_size, num_sms)
+        made = _make(group, hidden_size * DTYPE.itemsize, num_sms)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         why_not = f"{type(error).__name__}: {error}"
     if reasons := _gather(group, why_not):
@@ -108,7 +109,7 @@ def unavailable() -> str | None:
         return "no GPU"
     try:
         package = load()
-    except (ImportError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
         return f"package deep_ep cannot be imported ({error})"
     return None if hasattr(package, "Buffer") else "package deep_ep has no class Buffer"
 

@@ -18,7 +18,7 @@ from .groups import backend_of, group_name_of, group_rank, resolve
 
 _log = logging.getLogger(__name__)
 
-_OVER_NCCL = {"nvlink": nvlink, "deep_ep": deep_ep}  # they carry rows of a group of NCCL
+_OVER_NCCL = {"nvlink": nvlink, "deep_ep": deep_ep}  # engine -> its module; for groups of NCCL
 
 
 def available_engines() -> dict[str, str]:
@@ -28,7 +28,7 @@ def available_engines() -> dict[str, str]:
     return {
         "gloo": "available" if gloo else "torch was built without gloo",
         "nccl": "available" if nccl else "needs a CUDA build of torch and a GPU",
-        **{name: its.unavailable() or "available" for name, its in _OVER_NCCL.items()},
+        **{name: module.unavailable() or "available" for name, module in _OVER_NCCL.items()},
     }
 
 
@@ -39,7 +39,7 @@ def engine(group: dist.ProcessGroup | str | None) -> str:
     name = group_name_of(group)
     if not name:
         return "none"
-    set_up = (which for which, its in _OVER_NCCL.items() if its.workspace(name))
+    set_up = (engine for engine, module in _OVER_NCCL.items() if module.workspace(name))
     return next(set_up, None) or backend_of(resolve(name))
 
 
@@ -65,11 +65,12 @@ def setup(
             host, with native kernels, for bf16, fp16 or float32; else the backend; never `deep_ep`.
         max_tokens: most tokens that a rank brings to an exchange.
         hidden_size, dtype: of the longest rows.
-        num_sms: multiprocessors that `nvlink` (None: 14) or `deep_ep` (even) may use, at most 64.
+        num_sms: multiprocessors that `nvlink` (None: 14) or `deep_ep` (even; None: its own default)
+            may use, at most 64.
         timeout_s: seconds after which a collective that a rank does not join fails; on `nvlink`
             the CUDA context ends; `deep_ep` has a limit of its own.
-        window_bytes: bytes on each rank in which `nvlink` places what `dispatch` returns, which
-            spares it a copy; None: room for 4 outputs of the greatest size.
+        window_bytes: bytes on each rank where `nvlink` places what `dispatch` returns and sums that
+            compiled layers give `combine`, which spares a copy; None: 4 of the greatest size.
 
     Raises:
         ValueError: on every rank, if ranks disagree, a value is wrong or the engine cannot run.
@@ -87,8 +88,8 @@ def setup(
     if name and timeout_s > 0:  # before `agree`, so that it waits no longer itself
         c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), resolve(name))
     agree("setup", name, check)
-    for its in _OVER_NCCL.values():
-        its.drop(name)
+    for module in _OVER_NCCL.values():
+        module.drop(name)
     chosen = _choose(name, wanted, backend, dtype)
     if chosen == "nvlink":
         nvlink.create(

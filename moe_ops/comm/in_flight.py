@@ -7,6 +7,7 @@ it. On the CPU it is over before `start` returns.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ class _Exchange(NamedTuple):
 
 # By the address of the ticket, which exists as long as the exchange.
 _in_flight: dict[int, _Exchange] = {}
+_starting = threading.local()
 
 
 def start(run: Callable[[], Sequence[torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
@@ -31,11 +33,15 @@ def start(run: Callable[[], Sequence[torch.Tensor]], like: torch.Tensor) -> torc
     if like.device.type != "cuda":
         _in_flight[ticket_1.data_ptr()] = _Exchange(run(), None)
         return ticket_1
-    stream = exchange_stream(like.device)
-    stream.wait_stream(torch.cuda.current_stream(like.device))
-    with torch.cuda.stream(stream):
-        outputs, done = run(), torch.cuda.Event()
-        done.record(stream)
+    stream, caller = exchange_stream(like.device), torch.cuda.current_stream(like.device)
+    stream.wait_stream(caller)
+    _starting.caller = caller
+    try:
+        with torch.cuda.stream(stream):
+            outputs, done = run(), torch.cuda.Event()
+            done.record(stream)
+    finally:
+        _starting.caller = None
     _in_flight[ticket_1.data_ptr()] = _Exchange(outputs, done)
     return ticket_1
 
@@ -59,6 +65,11 @@ def wait(op: str, ticket_1: torch.Tensor) -> Sequence[torch.Tensor]:
         for output in exchange.outputs:
             output.record_stream(stream)  # their memory belongs to the exchange's stream
     return exchange.outputs
+
+
+def calling_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which an operator was called that may have been started on the exchanges'."""
+    return getattr(_starting, "caller", None) or torch.cuda.current_stream(device)
 
 
 def num_in_flight() -> int:

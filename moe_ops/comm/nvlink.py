@@ -22,8 +22,11 @@ from .window import Window
 MAX_RANKS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAN_CTAS = 128  # that must run at once
-DEFAULT_SMS, MAX_SMS = 14, 64  # as many as fill the link of two GPUs; exchanges of two groups fit
-MAX_TOKENS = (1 << 24) - 2
+DEFAULT_SMS = (
+    14  # dispatch, two H200: 353 us with 14, 389 with 16, which crowd the link (2026-11-30)
+)
+MAX_SMS = 64  # exchanges of two groups still fit
+MAX_TOKENS = (1 << 24) - 2  # and one more, for "too many", fits IdsArrived of csrc/exchange.cuh
 DEFAULT_WINDOW_OUTPUTS = 4  # of the greatest size
 _NUMBERS = 8  # of `World` in csrc/exchange.cuh, before the addresses
 _FAULTS = {
@@ -37,10 +40,10 @@ _FAULTS = {
 class Workspace:
     """What this rank's kernels need to exchange with the group's other ranks.
 
-    `row_bytes` is that of the longest row. `num_plan_ctas`, of which each rank gets the same
-    number, all run at once. `world` is an int64 tensor on the CPU that kernels
-    read: `World` of csrc/exchange.cuh. `fault`, pinned, is what a kernel that gave up says of it:
-    code, peer, expected, seen.
+    `row_bytes` is that of the longest row. A plan's `num_plan_ctas` CTAs, an equal number for each
+    rank, run at once. `world` is an int64 tensor on the CPU that kernels read: `World` of
+    csrc/exchange.cuh. `fault`, pinned, is what a kernel that gave up says of it: code, peer,
+    expected, seen.
     """
 
     memory: torch.Tensor
@@ -87,8 +90,7 @@ class Workspace:
         Raises:
             RuntimeError: an earlier exchange failed.
         """
-        if self.fault[0].item():
-            raise RuntimeError(f"nvlink: an exchange of rank {self.rank} failed: {self.why()}")
+        self.check()
         stream = torch.cuda.current_stream(self.memory.device)
         captured, last = torch.cuda.is_current_stream_capturing(), self._last
         # NOTE: a stream that is being captured cannot wait for work outside its graph, nor the
@@ -98,6 +100,11 @@ class Workspace:
             stream.wait_stream(last.stream)
         self._last = _Launch(stream, captured)
         return self.world
+
+    def check(self) -> None:
+        """Raise RuntimeError if an earlier exchange failed."""
+        if self.fault[0].item():
+            raise RuntimeError(f"nvlink: an exchange of rank {self.rank} failed: {self.why()}")
 
     def why(self) -> str:
         """The fault that a kernel recorded."""
@@ -122,6 +129,11 @@ _workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace] = weakref.W
 def workspace(group_name: str) -> Workspace | None:
     """The workspace of a group that `create` was called for."""
     return _workspaces.get(resolve(group_name)) if group_name and _workspaces else None
+
+
+def group_names() -> list[str]:
+    """Groups that `create` was called for, sorted."""
+    return sorted(str(group.group_name) for group in _workspaces)
 
 
 def drop(group_name: str) -> None:

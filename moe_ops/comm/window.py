@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from . import in_flight
+
 _ALIGNMENT = 512
 
 
 class Window:
     """Hands out parts of `memory`, uint8 on a GPU, as tensors; a part is free again once no tensor
-    uses its storage. A part that a CUDA graph's capture took stays the graph's.
+    uses its storage. A part taken while a CUDA graph is captured is never free again.
 
     What takes a part over waits for the streams that were current at the tensor's making and at its
     death. Work of other streams must be ordered before those; `record_stream` does nothing.
@@ -28,8 +30,8 @@ class Window:
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor with nothing in it, or None where no free part is large enough, and within the
-        CUDA graphs of `torch.compile(mode="reduce-overhead")`, which take no memory but their own.
+        """An unfilled tensor, or None where no free part is large enough, and within the CUDA
+        graphs of `torch.compile(mode="reduce-overhead")`, which take no memory but their own.
 
         The current stream waits for what used the parts that have become free.
         """
@@ -51,11 +53,10 @@ class Window:
     def _collect(self) -> None:
         while self._given_back:
             part = self._given_back.popleft()
-            # A capture begins after all work outside the graph has ended: nothing to wait for.
+            # A graph's capture begins after all work outside it has ended: nothing to wait for.
             if not torch.cuda.is_current_stream_capturing():
-                stream = torch.cuda.current_stream(self._memory.device)
-                for user in part.users - {stream}:
-                    stream.wait_stream(user)
+                for event in part.done:
+                    torch.cuda.current_stream(self._memory.device).wait_event(event)
             self._free.append((part.start, part.end))
         merged: list[tuple[int, int]] = []
         for start, end in sorted(self._free):
@@ -73,7 +74,7 @@ def _in_tree_of_graphs(device: torch.device) -> bool:
         return False
     with contextlib.suppress(AssertionError):  # a thread that Inductor does not know
         manager = trees.get_manager(device.index, create_if_none_exists=False)
-        return manager is not None and torch.cuda.current_stream(device) == manager.stream
+        return manager is not None and in_flight.calling_stream(device) == manager.stream
     return False
 
 
@@ -82,8 +83,9 @@ class _Part:
 
     def __init__(self, window: Window, start: int, end: int) -> None:
         self.window, self.start, self.end = window, start, end
-        self.users = {torch.cuda.current_stream(window._memory.device)}
+        self.maker = torch.cuda.current_stream(window._memory.device)
         self.captured = torch.cuda.is_current_stream_capturing()
+        self.done: list[torch.cuda.Event] = []
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -97,6 +99,7 @@ class _Part:
     def __del__(self) -> None:
         if sys.is_finalizing() or self.captured:
             return
-        if not torch.cuda.is_current_stream_capturing():
-            self.users.add(torch.cuda.current_stream(self.window._memory.device))
+        if not torch.cuda.is_current_stream_capturing():  # or else all has been waited for
+            streams = {self.maker, torch.cuda.current_stream(self.window._memory.device)}
+            self.done = [stream.record_event() for stream in streams]
         self.window._given_back.append(self)  # no lock: `empty` may hold it while this runs

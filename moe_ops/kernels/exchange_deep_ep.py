@@ -23,7 +23,7 @@ import torch
 from .. import layout
 from ..comm import deep_ep
 from ..comm import wire as wire_formats
-from .kernel import Kernel
+from .kernel import Kernel, aligned
 
 MAX_TOP_K = 32
 _ROW_STEP = 32  # bytes: a row is copied in halves of whole 16 bytes
@@ -41,7 +41,7 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator `dispatch`."""
     space, plan = _workspace(group_name), layout.Plan(*tensors)
-    sent: Rows = _aligned(x_TH)
+    sent: Rows = aligned(x_TH)
     if wire != "full":
         codes_TH, scales = wire_formats.quantize(x_TH, wire == "fp8_pow2")
         sent = codes_TH.view(torch.float8_e4m3fn), scales
@@ -50,10 +50,11 @@ def dispatch(
         received, _ = _send(space, plan, sent)
     else:
         top_k = weights_TK.shape[1]
-        padded = _aligned(torch.nn.functional.pad(weights_TK, (0, -top_k % (_ROW_STEP // 4))))
+        padded = aligned(torch.nn.functional.pad(weights_TK, (0, -top_k % (_ROW_STEP // 4))))
         weights, handle = _send(space, plan, padded.view(deep_ep.DTYPE))
         weights_DK = torch.where(plan.ids_DK >= 0, weights.view(torch.float32)[:, :top_k], 0)
-        received, _ = _send(space, plan, sent, handle)
+        with _unfilled():
+            received = space.buffer.dispatch(sent, handle, config=space.dispatch_config)[0]
     if wire != "full":
         codes_DH, scales = received
         received = wire_formats.dequantize(codes_DH, scales, x_TH.dtype)
@@ -72,13 +73,13 @@ def combine(
     nothing = rows_DH.new_zeros(plan.copy_of_token_TP.shape[0], _ROW_STEP // 2)
     _, handle = _send(space, plan, nothing)
     if weights_DK is not None:
-        weights_DK = _aligned(torch.where(plan.ids_DK >= 0, weights_DK, 0))
+        weights_DK = aligned(torch.where(plan.ids_DK >= 0, weights_DK, 0))
     with _unfilled():
         x_TH, weights_TK, _ = space.buffer.combine(
-            _aligned(rows_DH),
+            aligned(rows_DH),
             handle,
             topk_weights=weights_DK,
-            bias=None if addend_TH is None else _aligned(addend_TH),
+            bias=aligned(addend_TH),
             config=space.combine_config,
         )
     if weights_DK is None:
@@ -86,12 +87,8 @@ def combine(
     return x_TH, weights_TK
 
 
-def _send(space: deep_ep.Workspace, plan: layout.Plan, rows: Rows, handle: Any = None) -> Any:
+def _send(space: deep_ep.Workspace, plan: layout.Plan, rows: Rows) -> tuple[Any, Any]:
     """What arrives of `rows`, D rows, those past the valid copies not written; and the handle."""
-    if handle is not None:
-        with _unfilled():
-            received = space.buffer.dispatch(rows, handle, config=space.dispatch_config)[0]
-        return received, handle
     sent_TP = (plan.copy_of_token_TP >= 0).contiguous()
     counts_P = sent_TP.sum(0, dtype=torch.int32)
     # A single choice, of no expert: DeepEP asks for some where it does not tell the host its sizes.
@@ -126,35 +123,19 @@ def _unfilled() -> Iterator[None]:
         settings.fill_uninitialized_memory = before
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, and at an address that kernels may read 16 bytes from."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
 def _workspace(group_name: str) -> deep_ep.Workspace:
     found = deep_ep.workspace(group_name)
     assert found is not None
     return found
 
 
-def _takes_dispatch(
-    x_TH: torch.Tensor,
-    weights_TK: torch.Tensor | None,
-    tensors: list[torch.Tensor],
-    group_name: str,
-    wire: str,
-) -> bool:
+def _takes_dispatch(x_TH: torch.Tensor, *args: Any) -> bool:
+    _, tensors, group_name, wire = args
     return _takes_rows(x_TH, tensors, group_name, 2 if wire == "full" else 1)
 
 
-def _takes_combine(
-    rows_DH: torch.Tensor,
-    weights_DK: torch.Tensor | None,
-    addend_TH: torch.Tensor | None,
-    tensors: list[torch.Tensor],
-    group_name: str,
-) -> bool:
+def _takes_combine(rows_DH: torch.Tensor, *args: Any) -> bool:
+    *_, tensors, group_name = args
     return _takes_rows(rows_DH, tensors, group_name, 2)
 
 

@@ -13,7 +13,7 @@ import torch
 from .. import checks, layout
 from ..comm import nvlink
 from ..comm.wire import FORMATS
-from .kernel import Kernel, has_triton
+from .kernel import Kernel, aligned, has_triton
 
 MAX_TOP_K = 32
 _MAX_COLUMNS = 1024  # experts here and a few more are counted by the threads of a CTA
@@ -126,14 +126,6 @@ def launch_place(
     torch.ops.moe_ops_native.exchange_plan_place(own_ids, space.enter(), num_experts, *plan)
 
 
-def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Contiguous, and at an address that kernels may read 16 bytes from."""
-    if tensor is None:
-        return None
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
 def dispatch(
     x_TH: torch.Tensor,
     weights_TK: torch.Tensor | None,
@@ -166,11 +158,11 @@ def launch_dispatch(
         rows_DH = x_TH.new_empty(shape)
     weights_DK = x_TH.new_empty(0 if weights_TK is None else plan.ids_DK.shape, dtype=torch.float32)
     torch.ops.moe_ops_native.exchange_dispatch(
-        _aligned(x_TH),
-        _aligned(weights_TK),
-        _aligned(plan.copy_of_token_TP),
-        _aligned(plan.source_of_copy_D2),
-        _aligned(plan.ids_DK),
+        aligned(x_TH),
+        aligned(weights_TK),
+        aligned(plan.copy_of_token_TP),
+        aligned(plan.source_of_copy_D2),
+        aligned(plan.ids_DK),
         world,
         space.memory.numel(),
         FORMATS.index(wire),
@@ -207,12 +199,12 @@ def launch_combine(
         0 if weights_DK is None else (num_tokens, top_k), dtype=torch.float32
     )
     torch.ops.moe_ops_native.exchange_combine(
-        _aligned(rows_DH),
-        _aligned(weights_DK),
-        _aligned(addend_TH),
-        _aligned(plan.copy_of_token_TP),
-        _aligned(plan.source_of_copy_D2),
-        _aligned(plan.ids_DK),
+        aligned(rows_DH),
+        aligned(weights_DK),
+        aligned(addend_TH),
+        aligned(plan.copy_of_token_TP),
+        aligned(plan.source_of_copy_D2),
+        aligned(plan.ids_DK),
         space.enter(),
         space.memory.numel(),
         x_TH,
@@ -233,7 +225,7 @@ def unpermute_in_window(
 
     space = nvlink.workspace(group)
     assert space is not None
-    space.enter()
+    space.check()
     x_TH = space.window.empty((row_of_slot_TK.shape[0], rows_CH.shape[1]), rows_CH.dtype)
     return permute.unpermute(rows_CH, weights_TK, slot_of_row_C, row_of_slot_TK, x_TH)
 
@@ -259,23 +251,13 @@ def _takes_rows(values: torch.Tensor, tensors: list[torch.Tensor], group_name: s
     return fits and 0 < layout.Plan(*tensors).ids_DK.shape[1] <= MAX_TOP_K
 
 
-def _takes_dispatch(
-    x_TH: torch.Tensor,
-    weights_TK: torch.Tensor | None,
-    tensors: list[torch.Tensor],
-    group_name: str,
-    wire: str,
-) -> bool:
+def _takes_dispatch(x_TH: torch.Tensor, *args: Any) -> bool:
+    _, tensors, group_name, _ = args
     return _takes_rows(x_TH, tensors, group_name)
 
 
-def _takes_combine(
-    rows_DH: torch.Tensor,
-    weights_DK: torch.Tensor | None,
-    addend_TH: torch.Tensor | None,
-    tensors: list[torch.Tensor],
-    group_name: str,
-) -> bool:
+def _takes_combine(rows_DH: torch.Tensor, *args: Any) -> bool:
+    *_, tensors, group_name = args
     return _takes_rows(rows_DH, tensors, group_name)
 
 

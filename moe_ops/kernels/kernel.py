@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+TensorOrNone = TypeVar("TensorOrNone", torch.Tensor, torch.Tensor | None)
 
 
 class Kernel(NamedTuple):
@@ -19,6 +21,14 @@ class Kernel(NamedTuple):
     name: str
     takes: Callable[..., bool]
     run: Callable[..., Any]
+
+
+def aligned(tensor: TensorOrNone) -> TensorOrNone:
+    """Contiguous, and at an address that kernels may read 16 bytes from."""
+    if tensor is None:
+        return None
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 @functools.cache

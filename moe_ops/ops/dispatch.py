@@ -48,9 +48,10 @@ def dispatch(
         weights_TK: [T, K] float32 (float64 with float64 x), or None.
         wire: format on the wire, "full", "fp8" (e4m3, a scale per 128 values) or "fp8_pow2" (with
             powers of two as scales); rows come back in x's dtype, gradients always travel in full.
-            With FP8 a value x arrives within max(|x| / 16, m / 2^18), with "fp8_pow2" m / 2^17, m
-            being the largest finite magnitude of its 128, if it is normal in its dtype and m below
-            31/32 of the dtype's largest; what is not finite arrives as NaN.
+            With FP8 a value x arrives within max(|x| / 16, m / 2^18), with "fp8_pow2" within
+            max(|x| / 16, m / 2^17); m is the largest finite magnitude of its 128. This holds where
+            x is normal in its dtype and m below 31/32 of the dtype's largest. What is not finite
+            arrives as NaN.
 
     Returns:
         rows_DH [D, H] in x's dtype, weights_DK [D, K] (0 where the expert is on another rank; [0]

@@ -40,8 +40,9 @@ def largest_of_runs(rows: torch.Tensor) -> torch.Tensor:
 def test_rows_come_back_nearly(pow2: bool, width: int, dtype: torch.dtype) -> None:
     """As the docstring of `dispatch` says.
 
-    Half a step of e4m3 is at most 1/17 of a normal code and 2^-10 below; a scale is the largest
-    value / 448, or up to twice that; rounding to bfloat16 adds 2^-9 of the value.
+    Half a step of e4m3 is at most 1/17 of a value whose code is normal, and 2^-10 of the scale
+    below; a scale is the largest value / 448, or up to twice that; rounding to bfloat16 adds 2^-9
+    of the value.
     """
     rows = rows_of_all_sizes(dtype, width)
     codes, scales = quantize(rows, pow2)

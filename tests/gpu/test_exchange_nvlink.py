@@ -32,6 +32,7 @@ class World:
 
     def __init__(self, num_ranks: int, window_bytes: int, max_tokens: int = MAX_TOKENS) -> None:
         skip_without_library()
+        num_plan_ctas = -(-16 // num_ranks) * num_ranks  # few: all ranks' run on one GPU at once
         self.spaces = [
             Workspace(
                 rank,
@@ -40,8 +41,7 @@ class World:
                 row_bytes=MAX_HIDDEN * 4,
                 num_sms=4,
                 timeout_s=5,
-                num_plan_ctas=-(-16 // num_ranks)
-                * num_ranks,  # the fewest: all must fit on one GPU
+                num_plan_ctas=num_plan_ctas,
             )
             for rank in range(num_ranks)
         ]
@@ -297,14 +297,14 @@ def test_fp8_wires_match_reference(num_ranks: int, mode: str, wire: str) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fp8_wires_handle_long_and_short_rows(dtype: torch.dtype, wire: str) -> None:
     """From a vector to the longest that fit, with one scale too many and one too few for a warp."""
-    most = 53 * 1024 // dtype.itemsize
+    most = kernels._MAX_ROW_BYTES // dtype.itemsize
     for width in (16 // dtype.itemsize, 120, 1016, 1032, 2048, 2056, 2880, 7168, most - 8, most):
         space = Workspace(0, 1, max_tokens=70, row_bytes=most * dtype.itemsize, num_sms=3)
         memory = torch.zeros(space.num_bytes(), dtype=torch.uint8, device="cuda")
         space.use(memory, [memory.data_ptr()])
         ids_TK = torch.randint(-1, 4, (70, 2), device="cuda")
         plan = Plan(*kernels.launch_plan(space, ids_TK, 4, 70, 80, 200))
-        x_TH = rows_of_all_kinds(70, min(width, most), dtype, seed=width).cuda()
+        x_TH = rows_of_all_kinds(70, width, dtype, seed=width).cuda()
         arrive_TH = dequantize(*quantize(x_TH, wire == "fp8_pow2"), dtype)
         token_D = plan.source_of_copy_D2[:, 1]
         expected = torch.where(token_D[:, None] >= 0, arrive_TH[token_D], 0)

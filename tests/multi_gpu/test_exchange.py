@@ -119,6 +119,35 @@ def _falls_back(rank: int, case: Case) -> None:
             assert_equal(f"{case}: {wire}, output {number}", value, wanted)
 
 
+def test_ctas_that_start_late() -> None:
+    """While matmuls fill rank 0's GPU, rank 1 is through with one exchange and in the next."""
+    run_on_gpus(_late_ctas)
+
+
+def _late_ctas(rank: int) -> None:
+    case = Case(mode="capacity", tokens=(40, 8), hidden_size=7168, none_fraction=0)
+    given, group, nccl = case.inputs(rank), groups().nvlink, groups().nccl
+    plan, expected_plan = plan_of(case, rank, group), plan_of(case, rank, nccl)
+
+    def step(plan: Plan, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        name = comm.group_name_of(group)
+        rows_DH, _ = OPS.dispatch(given.x_TH, None, plan.tensors(), name, "full")
+        if rank == 1:
+            rows_DH = rows_DH.clone()  # outside the window: nobody can pull it
+        x_TH, _ = OPS.combine(rows_DH, None, None, plan.tensors(), name)
+        return [x_TH, *OPS.dispatch(given.x_TH, given.weights_TK, plan.tensors(), name, "full")]
+
+    expected = step(expected_plan, nccl)
+    beside, a = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for number in range(100):
+        if rank == 0:
+            with torch.cuda.stream(beside):
+                for _ in range(4):
+                    torch.mm(a, a)
+        for output, (value, wanted) in enumerate(zip(step(plan, group), expected, strict=True)):
+            assert_equal(f"round {number}: output {output}", value, wanted)
+
+
 @pytest.mark.parametrize("group", ["nvlink", "inbox"])
 @pytest.mark.parametrize("mode", MODES)
 def test_engines_agree_on_every_wire(mode: str, group: str) -> None:
