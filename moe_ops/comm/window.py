@@ -35,28 +35,31 @@ class Window:
 
         The current stream waits for what used the parts that have become free.
         """
+        stream = torch.cuda.current_stream(self._memory.device)
         if _in_tree_of_graphs(self._memory.device):
             return None
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         size = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
-            self._collect()
+            self._collect(stream)
             fitting = (place for place, (a, b) in enumerate(self._free) if b - a >= size)
             if (place := next(fitting, None)) is None:
                 return None
             start, end = self._free.pop(place)
             if end - start > size:
                 self._free.insert(place, (start + size, end))
-        part = _Part(self, start, start + size)
+        part = _Part(self, start, start + size, stream)
         return torch.as_tensor(part, device=self._memory.device)[:num_bytes].view(dtype).view(shape)
 
-    def _collect(self) -> None:
+    def _collect(self, stream: torch.cuda.Stream) -> None:
+        if not self._given_back:
+            return
+        # A graph's capture begins after all work outside it has ended: nothing to wait for.
+        waits = not torch.cuda.is_current_stream_capturing()
         while self._given_back:
             part = self._given_back.popleft()
-            # A graph's capture begins after all work outside it has ended: nothing to wait for.
-            if not torch.cuda.is_current_stream_capturing():
-                for event in part.done:
-                    torch.cuda.current_stream(self._memory.device).wait_event(event)
+            for event in part.done if waits else ():
+                stream.wait_event(event)
             self._free.append((part.start, part.end))
         merged: list[tuple[int, int]] = []
         for start, end in sorted(self._free):
@@ -81,9 +84,8 @@ def _in_tree_of_graphs(device: torch.device) -> bool:
 class _Part:
     """Kept by the storage of the tensor that PyTorch makes of it."""
 
-    def __init__(self, window: Window, start: int, end: int) -> None:
-        self.window, self.start, self.end = window, start, end
-        self.maker = torch.cuda.current_stream(window._memory.device)
+    def __init__(self, window: Window, start: int, end: int, maker: torch.cuda.Stream) -> None:
+        self.window, self.start, self.end, self.maker = window, start, end, maker
         self.captured = torch.cuda.is_current_stream_capturing()
         self.done: list[torch.cuda.Event] = []
 

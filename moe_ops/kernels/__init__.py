@@ -112,11 +112,12 @@ def _capturing(device: torch.device) -> bool:
 
 def _chosen(op: str, args: tuple[Any, ...]) -> Kernel | None:
     """None: the reference."""
-    kernels: Sequence[Kernel] = _kernels().get(op, [])
+    kernels = [kernel for kernel in _kernels().get(op, []) if kernel.takes(*args)]
     if len(kernels) > 1:
         with contextlib.suppress(TypeError):  # sizes of a dynamic graph are no key
-            kernels = _in_order(op, autotune.key_of(args))
-    return next((kernel for kernel in kernels if kernel.takes(*args)), None)
+            order = _in_order(op, autotune.key_of(args))
+            kernels = [kernel for kernel in order if kernel in kernels]
+    return next(iter(kernels), None)
 
 
 @functools.lru_cache(maxsize=4096)

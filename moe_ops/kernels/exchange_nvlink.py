@@ -6,6 +6,7 @@ Letters as in `moe_ops.ops.exchange_plan`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -55,11 +56,15 @@ def launch_plan(
         splits = read_totals(space, ids_TK, num_experts)
         plan = new_plan(space, ids_TK, num_experts, sum(splits[1]), sum(splits[3]))
         launch_place(space, None, num_experts, plan)
-    else:
-        splits = layout.equal_splits(space.num_ranks, max_tokens, ids_TK.shape[1])
-        plan = new_plan(space, ids_TK, num_experts, copy_capacity, row_capacity)
-        launch_place(space, ids_TK, num_experts, plan)
-    return [*plan, torch.tensor(splits)]
+        return [*plan, torch.tensor(splits)]
+    plan = new_plan(space, ids_TK, num_experts, copy_capacity, row_capacity)
+    launch_place(space, ids_TK, num_experts, plan)
+    return [*plan, _equal_splits(space.num_ranks, max_tokens, ids_TK.shape[1]).clone()]
+
+
+@functools.lru_cache(maxsize=256)
+def _equal_splits(num_ranks: int, max_tokens: int, top_k: int) -> torch.Tensor:
+    return torch.tensor(layout.equal_splits(num_ranks, max_tokens, top_k))
 
 
 def _num_columns(space: nvlink.Workspace, num_experts: int) -> int:
@@ -248,7 +253,7 @@ def _takes_rows(values: torch.Tensor, tensors: list[torch.Tensor], group_name: s
         return False
     row_bytes = values.shape[1] * values.dtype.itemsize
     fits = 0 < row_bytes <= min(space.row_bytes, _MAX_ROW_BYTES) and row_bytes % 16 == 0
-    return fits and 0 < layout.Plan(*tensors).ids_DK.shape[1] <= MAX_TOP_K
+    return fits and 0 < tensors[2].shape[1] <= MAX_TOP_K  # ids_DK
 
 
 def _takes_dispatch(x_TH: torch.Tensor, *args: Any) -> bool:

@@ -108,13 +108,13 @@ def combine(
 
 
 _PLAN_DIMS = {
-    "copy_of_token_TP": 2,
-    "source_of_copy_D2": 2,
-    "ids_DK": 2,
-    "slot_of_row_C": 1,
-    "row_of_slot_DK": 2,
-    "offsets_L": 1,
-    "counts_PL": 2,
+    "plan.copy_of_token_TP": 2,
+    "plan.source_of_copy_D2": 2,
+    "plan.ids_DK": 2,
+    "plan.slot_of_row_C": 1,
+    "plan.row_of_slot_DK": 2,
+    "plan.offsets_L": 1,
+    "plan.counts_PL": 2,
 }
 
 
@@ -124,8 +124,8 @@ def _check_plan(
     if len(tensors) != 9:
         raise ValueError(f"{op}: plan must have 9 tensors, got {len(tensors)}")
     plan = layout.Plan(*tensors)
-    for name, dim in _PLAN_DIMS.items():
-        checks.tensor(op, f"plan.{name}", getattr(plan, name), dim, checks.INDICES, like=like)
+    for (name, dim), value in zip(_PLAN_DIMS.items(), tensors):
+        checks.tensor(op, name, value, dim, checks.INDICES, like=like)
     for name in ("ids_DK", "row_of_slot_DK"):
         rule = f"plan.{name} must have the plan's D rows"
         checks.same_size(op, rule, getattr(plan, name).shape[0], plan.num_copies)
