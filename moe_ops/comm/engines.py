@@ -65,8 +65,7 @@ def setup(
             host, with native kernels, for bf16, fp16 or float32; else the backend; never `deep_ep`.
         max_tokens: most tokens that a rank brings to an exchange.
         hidden_size, dtype: of the longest rows.
-        num_sms: multiprocessors that `nvlink` (None: 14) or `deep_ep` (even; None: its own default)
-            may use, at most 64.
+        num_sms: most multiprocessors, up to 64; None: 14 of `nvlink`, its own (even) of `deep_ep`.
         timeout_s: seconds after which a collective that a rank does not join fails; on `nvlink`
             the CUDA context ends; `deep_ep` has a limit of its own.
         window_bytes: bytes on each rank where `nvlink` places what `dispatch` returns and sums that

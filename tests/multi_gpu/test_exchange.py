@@ -6,7 +6,6 @@ Letters: T tokens here, K top-k, E experts, P ranks, D copies, H hidden.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,6 @@ import fx_passes
 import moe_ops
 from moe_ops import comm
 from moe_ops.comm import in_flight
-from moe_ops.comm.wire import FORMATS
 from moe_ops.layout import Plan
 from moe_ops.nn import MoE
 from moe_ops.testing import assert_close, assert_equal
@@ -45,7 +43,6 @@ from . import (
     plan_of,
     random_case,
     results_of,
-    run_op,
 )
 from .ranks import MAX_HIDDEN, MAX_TOKENS, NUM_RANKS, groups, run_on_gpus
 
@@ -146,26 +143,6 @@ def _late_ctas(rank: int) -> None:
                     torch.mm(a, a)
         for output, (value, wanted) in enumerate(zip(step(plan, group), expected, strict=True)):
             assert_equal(f"round {number}: output {output}", value, wanted)
-
-
-@pytest.mark.parametrize("group", ["nvlink", "inbox"])
-@pytest.mark.parametrize("mode", MODES)
-def test_engines_agree_on_every_wire(mode: str, group: str) -> None:
-    for name in ("plain", "own rank empty", "zipf", "K3", "wide"):
-        run_on_gpus(_wires_agree, dataclasses.replace(CASES[name], mode=mode), group)
-
-
-def _wires_agree(rank: int, case: Case, name: str) -> None:
-    """Several times over, so that the ranks run apart."""
-    group, nccl = getattr(groups(), name), groups().nccl
-    plan, expected_plan = plan_of(case, rank, group), plan_of(case, rank, nccl)
-    for dtype, wire in itertools.product(DTYPES, FORMATS):
-        x_TH, weights_TK = case.inputs(rank).x_TH.to(dtype) / 7, case.inputs(rank).weights_TK
-        sent = (x_TH, weights_TK, expected_plan.tensors(), comm.group_name_of(nccl), wire)
-        for _ in range(3):
-            args = (x_TH, weights_TK, plan.tensors(), comm.group_name_of(group), wire)
-            for value, wanted in zip(run_op("dispatch", group, *args), OPS.dispatch(*sent)):
-                assert_equal(f"{case}: {wire}, {dtype}", value, wanted)
 
 
 @pytest.mark.parametrize("seed", range(5))
