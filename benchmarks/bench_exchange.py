@@ -9,9 +9,9 @@ events, backends interleaved in rounds; quoted are the median over rounds, of th
 the range over the median.
 
 "combine" gets rows in the window, as compiled layers place them, "combine, rows elsewhere" rows
-outside it, which are pushed. Rates count the rows that must leave a rank, one a (token, other rank), whatever a backend sends;
-their roofline is the link. `--beside` times matmuls alone and with an exchange on a second stream.
-Backends stand in `benchmarks.specs_exchange`.
+outside it, which are pushed. Rates count the rows that must leave a rank, one a (token, other
+rank), whatever a backend sends; their roofline is the link. `--beside` times matmuls alone and with
+an exchange on a second stream. Backends stand in `benchmarks.specs_exchange`.
 """
 
 from __future__ import annotations

@@ -50,9 +50,8 @@ def _arguments_in_window(match: Match) -> list[object]:
 
 def rewrite(match: Match) -> None:
     """The same sums, written to the window."""
-    unpermute = match.unpermute
-    value = unpermute.meta["val"]
-    replace(unpermute, add_call(unpermute, _IN_WINDOW, _arguments_in_window(match), unpermute, value))
+    old, args = match.unpermute, _arguments_in_window(match)
+    replace(old, add_call(old, _IN_WINDOW, args, old, old.meta["val"]))
 
 
 def place_in_window_pass(graph: Graph) -> int:

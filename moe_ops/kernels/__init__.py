@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch

@@ -69,7 +69,7 @@ def test_passes_run_in_order() -> None:
         JOINT: ["protect_exchange_pass", "recompute_rows_pass", "recompute_activation_pass"],
         HOOK: [
             *("fuse_swiglu_pass", "fold_permute_grouped_mm_pass"),
-            *("split_exchange_pass", "lower_pass"),
+            *("place_in_window_pass", "split_exchange_pass", "lower_pass"),
         ],
     }
 
