@@ -16,6 +16,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from moe_ops import _library
+from moe_ops.comm import nvlink
 from moe_ops.kernels import native
 
 from .fold_permute_grouped_mm import fold_permute_grouped_mm_pass, recompute_rows_pass
@@ -147,6 +148,7 @@ class CompositePass(CustomGraphPass):
             _source_hash(),
             _library.source_hash(),
             native.status(),  # what fuses depends on the kernels there are
+            repr(nvlink.group_names()),  # and on where there are windows
         )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

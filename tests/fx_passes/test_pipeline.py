@@ -111,6 +111,12 @@ def test_uuid_covers_settings() -> None:
     assert len(uuids) == 2
 
 
+def test_uuid_covers_groups_with_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fx_passes.options()[HOOK].uuid()
+    monkeypatch.setattr(pipeline.nvlink, "group_names", lambda: ["0"])
+    assert fx_passes.options()[HOOK].uuid() != before
+
+
 def test_composite_runs_passes_in_order_and_lints() -> None:
     graph = torch.fx.symbolic_trace(lambda x: x + 1).graph
     seen: list[str] = []
