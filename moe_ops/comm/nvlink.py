@@ -22,9 +22,8 @@ from .window import Window
 MAX_RANKS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAN_CTAS = 128  # that must run at once
-DEFAULT_SMS = (
-    14  # dispatch, two H200: 353 us with 14, 389 with 16, which crowd the link (2026-11-30)
-)
+# dispatch, two H200: 353 us with 14, 389 with 16, which crowd the link (2026-11-30)
+DEFAULT_SMS = 14
 MAX_SMS = 64  # exchanges of two groups still fit
 MAX_TOKENS = (1 << 24) - 2  # and one more, for "too many", fits IdsArrived of csrc/exchange.cuh
 DEFAULT_WINDOW_OUTPUTS = 4  # of the greatest size

@@ -147,7 +147,7 @@ def _takes_rows(
         return False
     row_bytes = rows.shape[1] * value_bytes
     fits = 0 < row_bytes <= min(space.row_bytes, _MAX_ROW_BYTES) and row_bytes % _ROW_STEP == 0
-    return fits and 0 < layout.Plan(*tensors).ids_DK.shape[1] <= MAX_TOP_K
+    return fits and 0 < tensors[2].shape[1] <= MAX_TOP_K  # ids_DK
 
 
 KERNELS: dict[str, list[Kernel]] = {

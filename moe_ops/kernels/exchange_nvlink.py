@@ -30,8 +30,7 @@ def exchange_plan(
     row_capacity: int | None = None,
 ) -> list[torch.Tensor]:
     """The operator `exchange_plan`."""
-    space = nvlink.workspace(group_name)
-    assert space is not None
+    space = _workspace(group_name)
     if max_tokens > space.max_tokens:  # on every rank: it is the same on all
         raise ValueError(
             f"exchange_plan: max_tokens must be at most {space.max_tokens}, with which "
@@ -139,8 +138,7 @@ def dispatch(
     wire: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator `dispatch`."""
-    space = nvlink.workspace(group_name)
-    assert space is not None
+    space = _workspace(group_name)
     return launch_dispatch(space, x_TH, weights_TK, layout.Plan(*tensors), wire)
 
 
@@ -185,8 +183,7 @@ def combine(
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator `combine`."""
-    space = nvlink.workspace(group_name)
-    assert space is not None
+    space = _workspace(group_name)
     return launch_combine(space, rows_DH, weights_DK, addend_TH, layout.Plan(*tensors))
 
 
@@ -228,11 +225,16 @@ def unpermute_in_window(
     """The operator `unpermute_in_window`, into the window where that has room."""
     from . import permute  # noqa: PLC0415 - needs Triton
 
-    space = nvlink.workspace(group)
-    assert space is not None
+    space = _workspace(group)
     space.check()
     x_TH = space.window.empty((row_of_slot_TK.shape[0], rows_CH.shape[1]), rows_CH.dtype)
     return permute.unpermute(rows_CH, weights_TK, slot_of_row_C, row_of_slot_TK, x_TH)
+
+
+def _workspace(group_name: str) -> nvlink.Workspace:
+    found = nvlink.workspace(group_name)
+    assert found is not None
+    return found
 
 
 def _takes_unpermute(rows_CH: torch.Tensor, *args: Any) -> bool:
