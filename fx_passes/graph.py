@@ -16,6 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from moe_ops import kernels
 
+from .journal import Decision, current
+
 _log = logging.getLogger(__name__)
 
 # Stands for a size that only the device knows when a kernel is chosen for it.
@@ -145,15 +147,19 @@ def rewrite_matches(
     """Rewrite every match that nothing speaks against; log each, and the reason of each refusal.
     Returns the number rewritten, and leaves the graph in order.
     """
-    count = 0
+    count, journal = 0, current()
     for match in matches:
-        text = str(match)
+        text, saved = str(match), 0
         if reason := why_not(match):
             _log.debug("%s: left %s alone: %s", name, text, reason)
         else:
+            before = journal.written(graph) if journal else 0
             rewrite(match)
+            saved = before - journal.written(graph) if journal else 0
             _log.debug("%s: rewrote %s", name, text)
             count += 1
+        if journal:
+            journal.decisions.append(Decision(journal.running or name, text, reason, saved))
     if count:
         stable_topological_sort(graph)
     return count

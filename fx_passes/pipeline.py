@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -19,15 +20,24 @@ from moe_ops import _library
 from moe_ops.comm import nvlink
 from moe_ops.kernels import native
 
+from .chunk_exchange import chunk_exchange_pass
+from .cost_model import cost_model
+from .defer_wgrad import DeferWgrad, defer_wgrad_pass
 from .fold_permute_grouped_mm import fold_permute_grouped_mm_pass, recompute_rows_pass
+from .fuse_permute_all_to_all import fuse_permute_all_to_all_pass
 from .fuse_swiglu import fuse_swiglu_pass, recompute_activation_pass
+from .journal import Journal, listening
 from .lower import lower_pass
+from .overlap_shared_experts import OverlapSharedExperts, overlap_shared_experts_pass
+from .pin_order import pin_order_pass
 from .place_in_window import place_in_window_pass
 from .protect_exchange import protect_exchange_pass
 from .split_exchange import split_exchange_pass
+from .windows import bounds_of
 
 _log = logging.getLogger(__name__)
 
+_PRE_GRAD = "pre_grad_custom_pass"
 _JOINT = "joint_custom_post_pass"
 _POST_GRAD = "post_grad_custom_post_pass"
 # Installed even without a pass: its uuid puts our sources into the keys of the compile caches.
@@ -41,22 +51,40 @@ Pass = Callable[[torch.fx.Graph], int]
 class PassConfig:
     """Switches and bounds, one field per pass, named after it.
 
+    `fuse_permute_all_to_all`: rows that a layer of plain PyTorch, or the alltoall dispatcher, sorts
+        and sends to experts and back become one exchange of tokens.
+    `chunk_exchange`: number of chunks of tokens in which a layer runs, one's exchange under
+        another's matmuls; 1: whole.
     `fold_permute_grouped_mm`: expanded rows are not kept for backward, nor written where a kernel
         gathers tokens itself.
     `fuse_swiglu`: the activation runs within the matmul beside it and is not kept for backward.
     `protect_exchange`: exchanges and their plans are kept for backward, not run again, whatever
         activation checkpointing says.
     `split_exchange`: a dispatch or combine starts as soon as it can and is waited for where its
-        results are read.
+        results are read; what lies between runs between.
+    `overlap_shared_experts`: shared experts and other work that needs no routed tokens run during
+        an exchange; `OverlapSharedExperts(max_bytes, min_us)` bounds it.
+    `defer_wgrad`: gradients of weights are computed during an exchange;
+        `DeferWgrad(max_bytes, min_us)` bounds it.
     `lower`: gradients of float32 weights under autocast stay in float32; what a rank sends back is
         summed where its peers can read it.
     """
 
+    fuse_permute_all_to_all: bool = True
+    chunk_exchange: int = 1
     fold_permute_grouped_mm: bool = True
     fuse_swiglu: bool = True
     protect_exchange: bool = True
     split_exchange: bool = True
+    overlap_shared_experts: bool | OverlapSharedExperts = True
+    defer_wgrad: bool | DeferWgrad = True
     lower: bool = True
+
+    def __post_init__(self) -> None:
+        if type(self.chunk_exchange) is not int or self.chunk_exchange < 1:
+            raise ValueError(
+                f"options: chunk_exchange must be a positive number, got {self.chunk_exchange!r}"
+            )
 
 
 def options(
@@ -94,6 +122,11 @@ def options(
 def _passes(config: PassConfig) -> list[tuple[str, Pass]]:
     """(hook, pass with its options bound), in the order they run; every place has its reason."""
     passes: list[tuple[bool, str, Pass]] = [
+        # Before autograd, whose backward is then of the fused exchange; first, since the other
+        # passes know this exchange alone.
+        (config.fuse_permute_all_to_all, _PRE_GRAD, fuse_permute_all_to_all_pass),
+        # Before autograd, whose backward then comes in chunks, too.
+        (config.chunk_exchange > 1, _PRE_GRAD, _chunk_exchange(config)),
         # Before the partitioner, which then runs no exchange again in backward.
         (config.protect_exchange, _JOINT, protect_exchange_pass),
         # Before the partitioner, too, which then keeps neither rows nor activations for backward.
@@ -106,10 +139,34 @@ def _passes(config: PassConfig) -> list[tuple[str, Pass]]:
         (config.lower, _POST_GRAD, place_in_window_pass),
         # After the fusions, so that nothing is fused across a start or a wait.
         (config.split_exchange, _POST_GRAD, split_exchange_pass),
-        # Last: it looks at what the others leave.
+        # Between the halves, which must be there; first what has fewer places to go.
+        (bool(config.overlap_shared_experts), _POST_GRAD, _overlap_shared_experts(config)),
+        (bool(config.defer_wgrad), _POST_GRAD, _defer_wgrad(config)),
+        # It looks at what the others leave.
         (config.lower, _POST_GRAD, lower_pass),
+        # Last: what is pinned matches nothing.
+        (config.split_exchange, _POST_GRAD, pin_order_pass),
     ]
     return [(hook, run) for on, hook, run in passes if on]
+
+
+def _chunk_exchange(config: PassConfig) -> Pass:
+    return _bind(chunk_exchange_pass, num_chunks=config.chunk_exchange)
+
+
+def _overlap_shared_experts(config: PassConfig) -> Pass:
+    bounds = bounds_of(OverlapSharedExperts, config.overlap_shared_experts)
+    return _bind(overlap_shared_experts_pass, bounds=bounds)
+
+
+def _defer_wgrad(config: PassConfig) -> Pass:
+    return _bind(defer_wgrad_pass, bounds=bounds_of(DeferWgrad, config.defer_wgrad))
+
+
+@functools.cache
+def _bind(run: Pass, **options: Any) -> Pass:
+    """The same object for the same options, so that equal settings give equal passes."""
+    return functools.partial(run, **options)
 
 
 def _hooks(config: PassConfig) -> dict[str, Any]:
@@ -129,15 +186,18 @@ class CompositePass(CustomGraphPass):
     hook: str
     passes: tuple[Pass, ...]
     config: PassConfig
+    journal: Journal | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Run the passes in order and check the graph they leave."""
         for run in self.passes:
-            start = time.perf_counter()
-            count = run(graph)
+            start, name = time.perf_counter(), name_of_pass(run)
+            with listening(self.journal, name):  # here: backward is compiled in another thread
+                count = run(graph)
             took_ms = 1e3 * (time.perf_counter() - start)
-            name = getattr(run, "__name__", run)
             _log.debug("%s: %s changed %d in %.1f ms", self.hook, name, count, took_ms)
+            if self.journal:
+                self.journal.changes[name] += count
         graph.lint()
 
     def uuid(self) -> str:
@@ -149,8 +209,15 @@ class CompositePass(CustomGraphPass):
             _library.source_hash(),
             native.status(),  # what fuses depends on the kernels there are
             repr(nvlink.group_names()),  # and on where there are windows
+            repr(cost_model()),  # what runs during an exchange depends on what it costs
         )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def name_of_pass(run: Pass) -> str:
+    """For messages: `fuse_swiglu` of `fuse_swiglu_pass`, options bound or not."""
+    function = run.func if isinstance(run, functools.partial) else run
+    return getattr(function, "__name__", str(run)).removesuffix("_pass")
 
 
 def _source_hash() -> str:

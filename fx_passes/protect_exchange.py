@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .graph import is_call
 
 _OPS = torch.ops.moe_ops
-_EXCHANGES = (
+EXCHANGES = (
     _OPS.exchange_plan.default,
     _OPS.dispatch.default,
     _OPS.combine.default,
@@ -36,7 +36,7 @@ _LEAST_BUDGET = 1e-9
 
 def protect_exchange_pass(graph: Graph) -> int:
     """Mark exchanges and plans in a joint graph; number of nodes marked, outputs not counted."""
-    exchanges = [node for node in graph.nodes if is_call(node, *_EXCHANGES)]
+    exchanges = [node for node in graph.nodes if is_call(node, *EXCHANGES)]
     for exchange in exchanges:
         outputs = [user for user in exchange.users if is_call(user, operator.getitem)]
         for node in (exchange, *outputs):

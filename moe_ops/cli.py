@@ -1,4 +1,6 @@
-"""The command line: `moe-ops info` says what runs here, `moe-ops demo` trains a small model."""
+"""The command line: `moe-ops info` says what runs here, `moe-ops demo` trains a small model; other
+packages add commands (`moe_ops.extensions`).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from . import __version__, comm, kernels
+from . import __version__, comm, extensions, kernels
 from .kernels import autotune, native
 
 _DEMO_EXTRAS = ("matplotlib", "tqdm")
@@ -25,24 +28,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moe-ops", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, devices, exchange engines and kernels")
-    demo_parser = commands.add_parser(
-        "demo",
-        help="train a small MoE transformer with expert parallelism",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    if argv[:1] != ["demo"]:
+    helps = {"demo": "train a small MoE transformer with expert parallelism"}
+    helps |= {name: f"see {entry.module}" for name, entry in extensions.commands().items()}
+    parsers = {
+        name: commands.add_parser(
+            name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        for name, text in helps.items()
+    }
+    name = argv[0] if argv else ""
+    if name not in parsers:
         parser.parse_args(argv)  # ends here for --help and for anything but `info`
         return _info()
     try:
-        from . import demo  # noqa: PLC0415 - `info` needs none of the demo's packages
-
-        demo.add_arguments(demo_parser)
-        return demo.run(parser.parse_args(argv))
+        command = _command(name)
+        command.add_arguments(parsers[name])
+        return command.run(parser.parse_args(argv))
     except ModuleNotFoundError as error:
         if error.name not in _DEMO_EXTRAS:
             raise
-        print(f"demo: needs {error.name}; run: pip install 'moe-graph-ops[demo]'", file=sys.stderr)
+        hint = "run: pip install 'moe-graph-ops[demo]'"
+        print(f"{name}: needs {error.name}; {hint}", file=sys.stderr)
         return 1
+
+
+def _command(name: str) -> Any:
+    if name != "demo":
+        return extensions.commands()[name].load()
+    from . import demo  # noqa: PLC0415 - `info` needs none of the demo's packages
+
+    return demo
 
 
 def _info() -> int:

@@ -14,8 +14,12 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
 def example(index: int) -> str:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[index]
+    return examples()[index]
 
 
 needs_compiler = pytest.mark.skipif(
@@ -42,3 +46,13 @@ def test_example_runs_on_two_processes(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(README.parent)}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=240)
     assert (tmp_path / "checkpoint" / ".metadata").exists()
+
+
+def test_explain_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = [code for code in examples() if "fx_passes.explain" in code]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, README.name, "exec"), {})
+    assert "calls after the passes" in capsys.readouterr().out
+    assert (tmp_path / "passes.json").exists()

@@ -47,17 +47,18 @@ MAY_IMPORT = {
     "parallel": _BUILT_ON_OPS,
     "export": _BUILT_ON_OPS,
     "integrations": _BUILT_ON_OPS,
-    "demo": {"export", "integrations", "fx_passes", *_BUILT_ON_OPS},
-    "cli": {"demo", *_BUILT_ON_OPS},
+    "extensions": set(),
+    "demo": {"export", "integrations", "extensions", *_BUILT_ON_OPS},
+    "cli": {"demo", "extensions", *_BUILT_ON_OPS},
     "__main__": {"cli"},
-    "fx_passes": {"root", "ops", *_PLAIN},
+    "fx_passes": {"root", "ops", "demo", *_PLAIN},  # the demo's model: for commands
 }
 LAZY_ONLY = {
     ("_library", "comm"),
     ("_library", "kernels"),
     ("comm", "kernels"),
-    ("demo", "fx_passes"),
     ("cli", "demo"),
+    ("fx_passes", "demo"),
 }
 OPTIONAL_PACKAGES = {"demo": {"matplotlib", "tqdm"}, "kernels": {"triton"}}
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch.multiprocessing as torch_mp
 
 from .progress import Progress, is_finished, latest
-from .settings import Job, Refused, Settings
+from .settings import PASSES_PICTURE, PASSES_TEXT, PASSES_TRACE, Job, Refused, Settings
 
 # What a run with default settings must reach.
 LARGEST_LOSS = 2.0
@@ -44,6 +44,8 @@ def launch(settings: Settings) -> int:
             raise ModuleNotFoundError(f"demo: needs {name}", name=name)
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     with _only_run_in(settings.out):
+        for name in (PASSES_TEXT, PASSES_PICTURE, PASSES_TRACE):  # not every run writes them
+            Path(settings.out, name).unlink(missing_ok=True)
         try:
             if not _train(settings, _checkpoint_to_resume(settings)):
                 return INTERRUPTED
@@ -165,8 +167,11 @@ def _conclude(settings: Settings, begin: float) -> int:
     metrics |= {"seconds": time.perf_counter() - begin, "failures": failures}
     metrics |= {"steps": progress.step, "settings": settings.identity()}
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-    for name in ("loss.png", "experts.png", "metrics.json"):
-        print(out / name)
+    if (found := out / PASSES_TEXT).exists():
+        print(f"\nwhat the passes do to a block\n{found.read_text()}")
+    for name in ("loss.png", "experts.png", "metrics.json", PASSES_PICTURE, PASSES_TRACE):
+        if (out / name).exists():
+            print(out / name)
     print(f"{metrics['seconds']:.0f} s in all")
     for failure in failures:
         print(f"demo: {failure}", file=sys.stderr)

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+# Files of what the passes do to a block.
+PASSES_TEXT, PASSES_PICTURE, PASSES_TRACE = "passes.txt", "passes.png", "passes.json"
+
 
 class Refused(ValueError):
     """The command was given something that cannot work; its text is all a user needs."""
@@ -115,9 +118,11 @@ class Job:
 _TYPES = {"int": int, "float": float, "str": str}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one option for each field of `Settings`."""
+def add_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add one option for each field of `Settings`, or for those of these `names` alone."""
     for option in dataclasses.fields(Settings):
+        if names and option.name not in names:
+            continue
         flag = "--" + option.name.replace("_", "-")
         if option.type == "bool":
             parser.add_argument(flag, action="store_true", **option.metadata)
@@ -128,4 +133,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_arguments(args: argparse.Namespace) -> Settings:
     """The settings that `add_arguments`' options were given."""
-    return Settings(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Settings)})
+    names = {field.name for field in dataclasses.fields(Settings)}
+    return Settings(**{name: value for name, value in vars(args).items() if name in names})

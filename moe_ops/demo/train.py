@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from .. import extensions
 from . import checkpoint, data
 from .evaluate import StopRequested, compiled_against_eager, experts_at_zero, validation_loss
 from .gradients import Gradients
 from .model import ByteModel
 from .progress import Progress, latest, mark_finished
-from .settings import Job
+from .settings import PASSES_PICTURE, PASSES_TEXT, PASSES_TRACE, Job
 
 LARGEST_NORM = 1.0
 WEIGHT_DECAY = 0.1
@@ -70,6 +71,7 @@ class Trainer:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device(f"cuda:{self.rank}" if settings.device == "cuda" else "cpu")
         self.corpus = data.load_corpus(settings.corpus_megabytes)
+        self.passes = extensions.passes()
         self.model = self._build(settings.seed)
         self.optimizer = self._build_optimizer()
         checkpoint.create_moments(self.optimizer)
@@ -93,10 +95,7 @@ class Trainer:
         return model
 
     def _compile(self, model: ByteModel) -> None:
-        # Here, because moe_ops does not depend on the passes.
-        import fx_passes  # noqa: PLC0415
-
-        options = fx_passes.options()
+        options = self.passes.options() if self.passes else None
         for block in model.blocks:
             block.compile(fullgraph=True, options=options)
 
@@ -131,7 +130,10 @@ class Trainer:
         """Run the steps that are left, with a progress bar on the first rank."""
         settings, progress = self.settings, self.progress
         if progress.step < settings.steps and not settings.no_compile:
-            self._say("the first step compiles the blocks: one to two minutes if nothing is cached")
+            self._say(
+                f"the first step compiles the blocks, {'with' if self.passes else 'without'} graph "
+                "passes: one to two minutes if nothing is cached"
+            )
         bar = tqdm(
             total=settings.steps,
             initial=progress.step,
@@ -207,6 +209,7 @@ class Trainer:
         loss_reloaded = self._validate(reloaded)
         worst, difference = self._compare_with_eager()
         self._stop_if_requested()
+        self._explain_passes()
         if self.rank == 0:
             metrics = {
                 "validation_loss": loss,
@@ -233,6 +236,19 @@ class Trainer:
             if found.same_routing:
                 break
         return found.tensor, found.difference
+
+    def _explain_passes(self) -> None:
+        """Write what the passes do to the first block, as text, picture and trace."""
+        if self.settings.no_compile or self.passes is None:
+            return
+        tokens_BT = self._training_batch(self.settings.steps)[:, :-1]
+        x_BTH = self.model.embed(tokens_BT).detach().requires_grad_()
+        explained = self.passes.explain(self.model.blocks[0], x_BTH, self.model.table)
+        if self.rank == 0:
+            out = Path(self.settings.out)
+            (out / PASSES_TEXT).write_text(f"{explained}\n")
+            explained.save_picture(out / PASSES_PICTURE)
+            explained.save_trace(out / PASSES_TRACE)
 
     def _training_batch(self, step: int) -> Tensor:
         tokens_BT = data.training_batch(

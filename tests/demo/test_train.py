@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fx_passes
 from moe_ops.demo import checkpoint, data
 from moe_ops.demo.evaluate import Comparison, StopRequested, compiled_against_eager, experts_at_zero
 from moe_ops.demo.gradients import Gradients
 from moe_ops.demo.model import ByteModel
 from moe_ops.demo.progress import latest
-from moe_ops.demo.settings import Job, Settings
+from moe_ops.demo.settings import PASSES_PICTURE, PASSES_TEXT, PASSES_TRACE, Job, Settings
 from moe_ops.demo.train import Trainer
 from tests.ranks import run_on_ranks
 
@@ -135,6 +138,28 @@ def twice(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., An
         return 2 * x_BTH, *rest
 
     return run
+
+
+def explain_on_rank(rank: int, out: str) -> None:
+    settings = Settings(**{**vars(TINY), "out": out, "world_size": 2})
+    trainer = Trainer(Job(settings, None, Path(), os.getppid(), StopAt(1000)))
+    trainer.passes = fx_passes
+    trainer._explain_passes()
+    dist.barrier()
+    assert not list(Path(out).iterdir()), "nothing was compiled"
+    dist.barrier()
+    trainer.settings = dataclasses.replace(settings, no_compile=False)
+    trainer._explain_passes()
+
+
+@pytest.mark.dist
+def test_passes_are_explained(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="optional package matplotlib is not installed")
+    run_on_ranks(2, explain_on_rank, str(tmp_path), timeout_s=280)
+    text = (tmp_path / PASSES_TEXT).read_text()
+    assert "exposed in all" in text and "dispatch_start" in text
+    assert (tmp_path / PASSES_PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / PASSES_TRACE).read_text())["traceEvents"]
 
 
 @pytest.mark.dist

@@ -15,15 +15,20 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 
 import fx_passes
+from fx_passes.compat import unpin
 from fx_passes.graph import name_of
 from moe_ops.nn import MoE, MoEConfig
 
+PRE_GRAD = "pre_grad_custom_pass"
 JOINT, POST_GRAD = "joint_custom_post_pass", "post_grad_custom_post_pass"
 PASSES = (
+    "fuse_permute_all_to_all",
     "fold_permute_grouped_mm",
     "fuse_swiglu",
     "protect_exchange",
     "split_exchange",
+    "overlap_shared_experts",
+    "defer_wgrad",
     "lower",
 )
 OFF = dict.fromkeys(PASSES, False)
@@ -51,12 +56,18 @@ class Backend:
         self.overrides = overrides
         self.forward: list[Graph] = []
         self.backward: list[Graph] = []
-        self.backend = aot_autograd(
+        self.after_pre_grad = aot_autograd(
             fw_compiler=self._keep(self.forward),
             bw_compiler=self._keep(self.backward),
             partition_fn=self._partition,
             decompositions=select_decomp_table(),
         )
+
+    def backend(self, module: GraphModule, inputs: Any) -> Any:
+        """A backend of torch.compile."""
+        passes_of(PRE_GRAD, **self.overrides)(module.graph)
+        module.recompile()
+        return self.after_pre_grad(module, inputs)
 
     def _partition(self, module: GraphModule, inputs: Any, **options: Any) -> Any:
         passes_of(JOINT, **self.overrides)(module.graph)
@@ -65,6 +76,7 @@ class Backend:
     def _keep(self, graphs: list[Graph]) -> Any:
         def compiler(module: GraphModule, inputs: Any) -> Any:
             passes_of(POST_GRAD, **self.overrides)(module.graph)
+            unpin(module.graph)
             module.recompile()
             graphs.append(module.graph)
             return make_boxed_func(module.forward)

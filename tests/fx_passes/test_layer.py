@@ -212,14 +212,9 @@ RANKS: dict[str, list[list[str]]] = {
             *("combine_start", "combine_wait"),
         ],
         [
-            *(
-                "dispatch_start",
-                "dispatch_wait",
-                *BACKWARD[:-2],
-                "unpermute_in_window",
-                "unpermute",
-            ),
-            *("combine_start", "combine_wait"),
+            *("dispatch_start", "dispatch_wait", "grouped_mm_swiglu_backward", "grouped_mm"),
+            *("unpermute_in_window", "unpermute", "combine_start"),
+            *("gather_grouped_mm_wgrad", "gather_grouped_mm_wgrad", "combine_wait"),
             *ROUTE_BACKWARD,
         ],
     ],

@@ -16,7 +16,7 @@ from torch._inductor.utils import fresh_cache
 import fx_passes
 from fx_passes import pipeline
 
-from .compiled import JOINT, OFF
+from .compiled import JOINT, OFF, PRE_GRAD
 from .compiled import POST_GRAD as HOOK
 
 needs_compiler = pytest.mark.skipif(
@@ -64,23 +64,36 @@ def test_empty_pipeline_installs_one_composite() -> None:
 
 def test_passes_run_in_order() -> None:
     options = fx_passes.options()
-    names = {hook: [run.__name__ for run in options[hook].passes] for hook in options}
+    names = {hook: list(map(pipeline.name_of_pass, options[hook].passes)) for hook in options}
     assert names == {
-        JOINT: ["protect_exchange_pass", "recompute_rows_pass", "recompute_activation_pass"],
+        PRE_GRAD: ["fuse_permute_all_to_all"],
+        JOINT: ["protect_exchange", "recompute_rows", "recompute_activation"],
         HOOK: [
-            *("fuse_swiglu_pass", "fold_permute_grouped_mm_pass"),
-            *("place_in_window_pass", "split_exchange_pass", "lower_pass"),
+            *("fuse_swiglu", "fold_permute_grouped_mm", "place_in_window", "split_exchange"),
+            *("overlap_shared_experts", "defer_wgrad", "lower", "pin_order"),
         ],
     }
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(fx_passes.PassConfig)])
+@pytest.mark.parametrize("name", OFF)
 def test_each_pass_has_a_switch(name: str) -> None:
     on, off = fx_passes.options(**{**OFF, name: True}), fx_passes.options(**{name: False})
     alone = [run for hook in on for run in on[hook].passes]
     others = [run for hook in off for run in off[hook].passes]
     assert alone and others and not set(alone) & set(others)
     assert len({fx_passes.options()[HOOK].uuid(), on[HOOK].uuid(), off[HOOK].uuid()}) == 3
+
+
+def test_chunks_are_counted() -> None:
+    (chunk,) = fx_passes.options(**OFF, chunk_exchange=3)[PRE_GRAD].passes
+    assert pipeline.name_of_pass(chunk) == "chunk_exchange"
+    assert {field.name for field in dataclasses.fields(fx_passes.PassConfig)} == {
+        *OFF,
+        "chunk_exchange",
+    }
+    for number in (0, -1, 1.5, False):
+        with pytest.raises(ValueError, match="chunk_exchange must be a positive number, got"):
+            fx_passes.options(chunk_exchange=number)
 
 
 def test_equal_settings_give_equal_options() -> None:
@@ -109,12 +122,6 @@ def test_compile_cache_holds_until_sources_change(
 def test_uuid_covers_settings() -> None:
     uuids = {fx_passes.options(chunk_exchange=n)[HOOK].uuid() for n in (1, 1, 2)}
     assert len(uuids) == 2
-
-
-def test_uuid_covers_groups_with_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = fx_passes.options()[HOOK].uuid()
-    monkeypatch.setattr(pipeline.nvlink, "group_names", lambda: ["0"])
-    assert fx_passes.options()[HOOK].uuid() != before
 
 
 def test_composite_runs_passes_in_order_and_lints() -> None:
@@ -152,8 +159,8 @@ def test_reads_json_and_overrides_win(tmp_path: Path) -> None:
 def test_rejects_unknown_settings(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     path.write_text('{"chunks": 4}')
-    fields = "fold_permute_grouped_mm, fuse_swiglu, protect_exchange, split_exchange, lower"
-    fields += ", chunk_exchange"
+    fields = "fuse_permute_all_to_all, chunk_exchange, fold_permute_grouped_mm, fuse_swiglu, "
+    fields += "protect_exchange, split_exchange, overlap_shared_experts, defer_wgrad, lower"
     known = rf"among \[{fields}\], got"
     with pytest.raises(ValueError, match=rf"options: .*{known} fuse_all, fuse_some"):
         fx_passes.options(fuse_some=True, fuse_all=True)
@@ -170,7 +177,8 @@ def test_rejects_json_that_is_no_object(tmp_path: Path) -> None:
 
 def test_merges_inductor_options() -> None:
     options = fx_passes.options(inductor={"max-autotune": True, "joint_custom_pre_pass": None})
-    assert options.keys() == {JOINT, HOOK, "max_autotune", "joint_custom_pre_pass"}
+    rest = {"max_autotune", "joint_custom_pre_pass"}
+    assert options.keys() == {PRE_GRAD, JOINT, HOOK, *rest}
 
 
 @pytest.mark.parametrize("name", [HOOK, HOOK.replace("_", "-")])

@@ -1,0 +1,337 @@
+"""What the passes share that fill windows: calls that need nothing of an exchange hide it, between
+its start and its wait.
+
+    start, wait, ..., call      ->      start, call, wait, ...
+    call, ..., start, wait      ->      start, call, wait, ...
+
+What a call brings along moves with it: what it needs, if that stands after the wait; what needs it,
+if that stands before. Windows are served in the order of their waits. Each takes, while the cost
+model leaves some of the exchange exposed, the longest call that is no longer than that, else the
+shortest; a call that hides part of a later exchange may go, since others can take its place.
+
+It refuses a move across anything that has to stay (exchanges, what changes a tensor in place, what
+draws random numbers), one that leaves more time exposed in all, and one with which the graph's peak
+of live bytes would exceed the peak it came with by more than the bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+
+from .cost_model import CostModel
+from .graph import is_call, name_of
+from .journal import Decision, current
+
+_log = logging.getLogger(__name__)
+
+_OPS = torch.ops.moe_ops
+_ATEN = torch.ops.aten
+STARTS = (_OPS.dispatch_start.default, _OPS.combine_start.default)
+WAITS = (_OPS.dispatch_wait.default, _OPS.combine_wait.default)
+# Inductor makes a kernel of each, though what comes before or after may become a part of it.
+_REDUCTIONS = (
+    *(_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.mean.default, _ATEN.mean.dim),
+    *(_ATEN.amax.default, _ATEN.amin.default, _ATEN.scatter_add.default),
+)
+_HIDDEN = "the exchange is hidden"
+_ROUNDING = 1e-9  # seconds
+_REPORT = "windows"  # key of a wait's meta: by pass, what it did for the window
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """What stands between `start` and `wait` runs during the exchange."""
+
+    start: Node
+    wait: Node
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """`max_bytes`: by how much the peak of live bytes may grow. `min_us`: shorter calls stay where
+    they are, and exchanges exposed for less time count as hidden.
+    """
+
+    max_bytes: int = 2**30
+    min_us: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Filling:
+    """What the window of the exchange `name` got: operators of kernels. `reason`: why not more."""
+
+    name: str
+    moved: tuple[str, ...]
+    exposed_before: float  # seconds
+    exposed: float
+    reason: str
+
+    def __str__(self) -> str:
+        got = f"got {', '.join(self.moved)}; " if self.moved else ""
+        before, after = 1e6 * self.exposed_before, 1e6 * self.exposed
+        return f"{self.name}: {got}{after:.1f} of {before:.1f} us stay exposed"
+
+
+def bounds_of(kind: type[Bounds], setting: object) -> Bounds:
+    """Of a pass's setting: True, a `kind`, or the fields of one, as JSON holds them."""
+    if isinstance(setting, Bounds):
+        return setting
+    fields = setting if isinstance(setting, Mapping) else {}
+    known = [field.name for field in dataclasses.fields(kind)]
+    if unknown := sorted(fields.keys() - set(known)):
+        raise ValueError(
+            f"options: bounds must be among [{', '.join(known)}], got {', '.join(unknown)}"
+        )
+    return kind(**fields)
+
+
+def find_windows(graph: Graph) -> list[Window]:
+    """In the order of their waits."""
+    waits = [node for node in graph.nodes if is_call(node, *WAITS)]
+    windows = [Window(node.args[0], node) for node in waits]
+    return [window for window in windows if is_call(window.start, *STARTS)]
+
+
+def fillings(graph: Graph) -> list[tuple[str, Filling]]:
+    """(pass, what it did for a window), in the order of the windows."""
+    waits = [window.wait for window in find_windows(graph)]
+    return [pair for wait in waits for pair in wait.meta.get(_REPORT, {}).items()]
+
+
+def runs_alone(node: Node) -> bool:
+    """Whether a kernel is made for a call whatever stands beside it."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    is_own = node.target.namespace not in ("aten", "prims")
+    return is_own or multiplies(node) or node.target in _REDUCTIONS
+
+
+def multiplies(node: Node) -> bool:
+    """Whether a call is a matmul."""
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket in flop_registry
+
+
+def fill_windows(
+    name: str, graph: Graph, calls: Iterable[Node], costs: CostModel, bounds: Bounds
+) -> int:
+    """Move some of `calls` into windows that pass `name` has not served yet; number of kernels."""
+    windows = [w for w in find_windows(graph) if name not in w.wait.meta.get(_REPORT, {})]
+    if not windows:
+        return 0
+    schedule, journal, count = Schedule(graph, costs), current(), 0
+    calls = [call for call in calls if 1e6 * schedule.seconds[call] >= bounds.min_us]
+    for window in windows:
+        filling = schedule.fill(window, calls, bounds)
+        count += len(filling.moved)
+        window.wait.meta.setdefault(_REPORT, {})[name] = filling
+        _log.debug("%s: %s: %s", name, filling, filling.reason)
+        if journal:
+            reason = None if filling.moved else filling.reason
+            journal.decisions.append(Decision(name, str(filling), reason))
+    if count:
+        schedule.apply()
+    return count
+
+
+class Schedule:
+    """An order of a graph's nodes, and what it costs."""
+
+    def __init__(self, graph: Graph, costs: CostModel) -> None:
+        self.order = list(graph.nodes)
+        self.seconds = {node: _compute_seconds(node, costs) for node in self.order}
+        self.lengths = {n: costs.seconds(n) for n in self.order if is_call(n, *STARTS)}
+        self.roots: dict[Node, Node] = {}
+        for node in self.order:
+            self.roots[node] = self.roots[node.args[0]] if _is_alias(node) else node
+        self.num_bytes = {root: costs.num_bytes(root) for root in set(self.roots.values())}
+        for window in find_windows(graph):  # the start makes what the wait hands out
+            self.num_bytes[window.start] = costs.num_bytes(window.wait)
+        changed = _changed(self.order, self.roots)
+        self.staying = {n for n in self.order if _stays(n) or self._reads(n) & changed}
+        self.first_peak = self.peak(self.order)
+
+    def _reads(self, node: Node) -> set[Node]:
+        return {self.roots[each] for each in node.all_input_nodes}
+
+    def fill(self, window: Window, calls: Sequence[Node], bounds: Bounds) -> Filling:
+        """Move calls into the window while that helps."""
+        moved: list[str] = []
+        before = exposed = self.exposed(self.order)
+        reason = _HIDDEN
+        while 1e6 * exposed[window.wait] >= bounds.min_us:
+            names, reason = self._move_one(window, calls, exposed, bounds)
+            if not names:
+                break
+            moved += names
+            exposed = self.exposed(self.order)
+        name = name_of(window.start).removesuffix("_start")
+        waits = before[window.wait], exposed[window.wait]
+        return Filling(name, tuple(moved), *waits, reason)
+
+    def _move_one(
+        self, window: Window, calls: Sequence[Node], exposed: dict[Node, float], bounds: Bounds
+    ) -> tuple[list[str], str]:
+        """Move the first call that may, with what comes along: the kernels' names, if any did, and
+        why no further one need or can.
+        """
+        reason = "nothing else is independent of the exchange"
+        for call, unit in self._candidates(window, calls, exposed[window.wait]):
+            order = self._moved(unit, window)
+            from_later = self.order.index(call) > self.order.index(window.wait)
+            if not _improves(self.exposed(order), exposed, window.wait, from_later):
+                reason = "what is independent of the exchange hides another one"
+            elif (grown := self.peak(order) - self.first_peak) > bounds.max_bytes:
+                reason = f"{name_of(call)} would raise the peak by {grown} bytes"
+            else:
+                before = set(self._between(window))
+                self.order = order
+                moved = [node for node in self._between(window) if node not in before]
+                return [name_of(node) for node in moved if runs_alone(node)], _HIDDEN
+        return [], reason
+
+    def _between(self, window: Window) -> list[Node]:
+        begin = self.order.index(window.start)
+        return self.order[begin + 1 : self.order.index(window.wait)]
+
+    def _candidates(
+        self, window: Window, calls: Sequence[Node], exposed: float
+    ) -> list[tuple[Node, set[Node]]]:
+        """Calls outside of a window, each with all that moves with it, in the order to try."""
+        place = {node: number for number, node in enumerate(self.order)}
+        begin, end = place[window.start], place[window.wait]
+        found = []
+        for call in calls:
+            if begin < place[call] < end or not (unit := self._unit(call, end, place)):
+                continue
+            new = sum(self.seconds[node] for node in unit if not begin < place[node] < end)
+            key = new > exposed, new if new > exposed else -new, place[call]
+            found.append((key, call, unit))
+        found.sort(key=lambda candidate: candidate[0])
+        return [(call, unit) for _, call, unit in found]
+
+    def _unit(self, call: Node, end: int, place: dict[Node, int]) -> set[Node] | None:
+        """`call`, and what has to come along to just before the place `end`; None if it cannot."""
+        unit, pending = {call}, [call]
+        while pending:
+            node = pending.pop()
+            if node in self.staying:
+                return None
+            if place[node] > end:
+                along = [each for each in node.all_input_nodes if place[each] >= end]
+                along += [user for user in node.users if is_call(user, operator.getitem)]
+            else:
+                along = [user for user in node.users if place[user] <= end]
+            new = set(along) - unit
+            unit |= new
+            pending.extend(new)
+        return unit
+
+    def _moved(self, unit: set[Node], window: Window) -> list[Node]:
+        """The order with `unit` right before the wait."""
+        rest = [node for node in self.order if node not in unit]
+        end = rest.index(window.wait)
+        return [*rest[:end], *(node for node in self.order if node in unit), *rest[end:]]
+
+    def exposed(self, order: Iterable[Node]) -> dict[Node, float]:
+        """Seconds that each wait waits; exchanges run one after the other, beside the rest."""
+        now = exchange_end = 0.0
+        ends: dict[Node, float] = {}
+        waited: dict[Node, float] = {}
+        for node in order:
+            if node in self.lengths:
+                exchange_end = ends[node] = max(now, exchange_end) + self.lengths[node]
+            elif is_call(node, *WAITS):
+                waited[node] = max(ends.get(node.all_input_nodes[0], now) - now, 0.0)
+                now += waited[node]
+            else:
+                now += self.seconds[node]
+        return waited
+
+    def peak(self, order: Sequence[Node]) -> int:
+        """Most bytes alive at once: each tensor, inputs too, until its last reader."""
+        last = dict.fromkeys(self.num_bytes, 0)
+        for number, node in enumerate(order):
+            last[self.roots[node]] = number
+            last |= dict.fromkeys((self.roots[each] for each in node.all_input_nodes), number)
+        dying: defaultdict[int, int] = defaultdict(int)
+        for root, number in last.items():
+            dying[number] += self.num_bytes[root]
+        live = peak = sum(self.num_bytes[node] for node in order if node.op == "placeholder")
+        for number, node in enumerate(order):
+            if node.op != "placeholder":
+                live += self.num_bytes.get(node, 0)
+            peak = max(peak, live)
+            live -= dying[number]
+        return peak
+
+    def apply(self) -> None:
+        """Put the graph's nodes in this order."""
+        for node, following in itertools.pairwise(self.order):
+            if node.next is not following:
+                node.append(following)
+
+
+def _improves(
+    after: dict[Node, float], before: dict[Node, float], wait: Node, from_later: bool
+) -> bool:
+    """Whether all exchanges are exposed for less time; or only this one, and all for no more, by a
+    call from a later window, which has more to choose from.
+    """
+    slack = _ROUNDING if from_later else -_ROUNDING
+    is_less = after[wait] < before[wait] - _ROUNDING
+    return is_less and sum(after.values()) < sum(before.values()) + slack
+
+
+def _compute_seconds(node: Node, costs: CostModel) -> float:
+    """Of an exchange in two halves, or one in torch.distributed's stream, 0."""
+    target = node.target
+    is_elsewhere = isinstance(target, OpOverload) and target.namespace == "_c10d_functional"
+    if node.op != "call_function" or is_elsewhere or is_call(node, *STARTS, *WAITS):
+        return 0.0
+    return costs.seconds(node)
+
+
+def _is_alias(node: Node) -> bool:
+    """Whether a node's output lies in the memory of its first input; that of a wait in what its
+    start made.
+    """
+    if is_call(node, operator.getitem, _ATEN._unsafe_view.default, *WAITS):
+        return True
+    return isinstance(node.target, OpOverload) and node.target.is_view
+
+
+def _changed(order: Iterable[Node], roots: dict[Node, Node]) -> set[Node]:
+    """What some node changes in place, or may."""
+    changed: set[Node] = set()
+    for node in order:
+        if node.op == "call_function" and (not _is_known(node) or node.is_impure()):
+            changed.update(roots[each] for each in node.all_input_nodes)
+    return changed
+
+
+def _is_known(node: Node) -> bool:
+    """Whether a call does no more than its schema says, or computes a size."""
+    return not isinstance(node.target, HigherOrderOperator)
+
+
+def _stays(node: Node) -> bool:
+    """Whether a node's place among its like matters, or is not known not to."""
+    if node.op != "call_function" or not _is_known(node) or node.is_impure():
+        return True
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    talks = any(argument.name == "group_name" for argument in target._schema.arguments)
+    waits = target in WAITS or target.namespace == "_c10d_functional"
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    return talks or waits or is_random or "unbacked_bindings" in node.meta

@@ -1,0 +1,114 @@
+"""The table of devices and its measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fx_passes
+from fx_passes import cost_model, devices
+from fx_passes.devices import Figures, calibrate, figures_of
+from tests.ranks import run_on_ranks
+
+from .compiled import POST_GRAD
+from .test_cost_model import BY_HAND, FIGURES
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's, still missing."""
+    monkeypatch.setenv("MOE_OPS_TIMINGS", str(tmp_path / "timings.json"))
+    devices._log_default.cache_clear()
+    return tmp_path / "devices.json"
+
+
+def test_table_of_devices(table: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert devices.user_table() == table
+    shipped = figures_of("NVIDIA H200")
+    assert shipped.flops_of(torch.bfloat16) == 660e12
+    assert shipped.flops_of(torch.float8_e4m3fn) == 660e12, "as of the fastest"
+    assert figures_of("cpu") != shipped
+    with caplog.at_level(logging.INFO, logger="fx_passes"):
+        assert figures_of("made up") == figures_of("made up") == shipped
+    assert [record.args[0] for record in caplog.records] == ["made up"], "once"
+
+
+def test_users_table_comes_first(table: Path) -> None:
+    before = cost_model("cpu")
+    table.write_text(json.dumps({"cpu": dataclasses.asdict(FIGURES)}))
+    assert figures_of("cpu") == FIGURES
+    assert repr(cost_model("cpu")) == repr(BY_HAND) != repr(before)
+
+
+def test_figures_are_in_the_key_of_compiled_graphs(table: Path) -> None:
+    keys = {fx_passes.options()[POST_GRAD].uuid()}
+    table.write_text(json.dumps({devices.device_name(): dataclasses.asdict(FIGURES)}))
+    assert fx_passes.options()[POST_GRAD].uuid() not in keys
+
+
+@pytest.mark.parametrize("text", ["{", '{"cpu": {"launch_s": 1}}', "[]", '{"cpu": 1}'])
+def test_broken_table_is_left_alone(
+    table: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shipped = figures_of("cpu")
+    table.write_text(text)
+    assert figures_of("cpu") == shipped
+    assert str(table) in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [{"launch_s": 0}, {"matmul_flops": {}}, {"plan_s": "1"}])
+def test_figures_are_positive(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be positive"):
+        dataclasses.replace(FIGURES, **wrong)
+
+
+def test_calibrate_turns_times_into_figures(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(bench: Any, run: Callable[[], Any], hot: bool = False) -> float:
+        run()
+        return 0.5
+
+    monkeypatch.setattr(devices._Bench, "seconds", seconds)
+    monkeypatch.setattr(devices, "_on_cpu", lambda: True)
+    monkeypatch.setattr(devices, "device_name", lambda: "made up")
+    row = calibrate()
+    flops = dict.fromkeys(("bfloat16", "float16", "float32", "float64"), 2 * 256**3 / 0.5)
+    measured = {"matmul_flops": flops, "memory_bytes_per_s": 2**28, "launch_s": 0.5 / 64}
+    others = dataclasses.asdict(figures_of("NVIDIA H200"))
+    assert row == others | measured
+    assert json.loads(table.read_text()) == {"made up": row}
+    assert figures_of("made up") == Figures(**row)
+
+
+def _calibrate_on_ranks(rank: int, path: str) -> dict[str, Any]:
+    """Few repetitions: whether figures come out, not whether they are steady."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_BURSTS", "_CALLS", "_WARM_UP"):
+            patch.setattr(devices, name, 1)
+        return calibrate(path, dist.group.WORLD)
+
+
+@pytest.mark.dist
+def test_calibrate_on_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "devices.json"
+    first, second = run_on_ranks(2, _calibrate_on_ranks, str(path))
+    assert first == second, "all ranks order their exchanges alike"
+    assert json.loads(path.read_text()) == {"cpu": first}
+    shipped = dataclasses.asdict(figures_of("cpu"))
+    assert not [name for name, value in first.items() if value == shipped[name]]
+
+
+@pytest.mark.gpu
+def test_calibrate_on_gpu(table: Path) -> None:
+    calibrate()
+    figures = figures_of(torch.cuda.get_device_name())
+    assert figures.memory_bytes_per_s > 2e11
+    assert figures.flops_of(torch.bfloat16) > 2 * figures.flops_of(torch.float32) > 1e12
+    assert 1e-7 < figures.launch_s < 1e-5
