@@ -13,7 +13,9 @@ from torch._guards import detect_fake_mode
 from torch._inductor import compile_fx
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -56,7 +58,7 @@ def graph_backend(
 
 def is_sum_by_inductor(addmm: Node) -> bool:
     """Whether a call of `addmm` was a sum and a matmul when the graph was traced."""
-    is_addmm = addmm.meta.get("original_aten") is torch.ops.aten.addmm.default
+    is_addmm = str(addmm.meta.get("original_aten")) == "aten.addmm.default"  # maybe a copy of it
     return not is_addmm or not addmm.meta.get("from_node")  # torch 2.11 loses the sum's
 
 
@@ -93,3 +95,29 @@ def unpin(graph: Graph) -> None:
         graph.erase_node(pinned)
         graph.erase_node(body)
         plain.name = name
+
+
+def open_fakes() -> FakeTensorMode:
+    """Tensors without data, of whose numbers any may be read: they are symbols of their own."""
+    sizes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    return FakeTensorMode(shape_env=sizes)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Which memory a tensor, fake or not, lies in."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_wait_with_backward(node: Node) -> bool:
+    """Whether `node` is a function with a backward that only waits for an exchange, as PyTorch 2.11
+    has it in the graphs of Dynamo.
+    """
+    if node.target is not torch.ops.higher_order.autograd_function_apply:
+        return False
+    wait = torch.ops._c10d_functional.wait_tensor
+    allowed = {wait, wait.default, torch._C._set_grad_enabled}
+    for body in node.all_input_nodes[:2]:
+        nodes = getattr(node.graph.owning_module, str(body.target)).graph.nodes
+        if not allowed.issuperset(n.target for n in nodes if n.op.startswith("call_")):
+            return False
+    return True

@@ -139,7 +139,7 @@ class ChunkOrders:
         """`like` with another first argument."""
 
         def make(op: str, *args: Any) -> Term:
-            return self.terms.make(op, *args, shape=like.shape, dtype=like.dtype)
+            return self.terms.make(op, *args, shape=like.shape, dtype=inner.dtype)
 
         if like.op == "view":
             found = RULES["view"](make, [inner], 0)
@@ -176,9 +176,11 @@ def _labelled(labels: Term) -> Routing | None:
     if labels.op == "take" and labels.args[1].op == "segments":
         routing = received(uncast(labels.args[1].args[0]))
         return routing if routing and _is_local_expert(uncast(labels.args[0]), routing) else None
-    divisor = None
+    numbers: dict[str, int] = {}
     while labels.op in ("mod", "sub") and isinstance(labels.args[1], int):
-        divisor = labels.args[1] if labels.op == "mod" else divisor
+        if numbers:
+            return None
+        numbers[labels.op] = labels.args[1]
         labels = bare(labels.args[0])
     if labels.op != "all_to_all":
         return None
@@ -191,7 +193,8 @@ def _labelled(labels: Term) -> Routing | None:
         ids = bare(ids.args[0])
     elif ids.op == "sorted":
         ids = ids.args[0]
-    right = ids is routing.ids and forward and divisor in (None, routing.num_local)
+    rising = numbers.get("mod") in (None, routing.num_local)
+    right = ids is routing.ids and forward and rising
     return routing if right else None
 
 

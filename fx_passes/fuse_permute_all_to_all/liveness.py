@@ -10,8 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
+from ..compat import storage_of
 from ..graph import is_call
-from .terms import Reading, storage_of
+from .terms import Reading
 
 _ATEN = torch.ops.aten
 _ASSERTS = (

@@ -7,8 +7,12 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import Graph, Node
 
+from moe_ops import checks
+
+from ..compat import storage_of
 from . import library_ops
 from .chunk_order import ChunkOrders
 from .liveness import Edge, live_nodes
@@ -16,7 +20,7 @@ from .routing import NotRoutedError, Routing, Sent
 from .slots import exchanged, received, sent, splits
 from .sums import NO_SUM, Summed, summed
 from .term_rules import Term, uncast
-from .terms import Reading, storage_of
+from .terms import Reading
 
 # What leads from rows that come back to their sums.
 _ON_THE_WAY = ("add_at", "sum", "cast", "mul", "view", "put", "take", "aten.bmm.default")
@@ -216,7 +220,7 @@ def _why_not_all(match: Match, orders: ChunkOrders) -> str | None:
     understood = {orders.sorted_rows(term) for term in match.arrived}
     understood |= {total.returned for total in match.sums.values()}
     for node, term in match.reading.made.items():
-        if term in match.exchanges and term not in understood:
+        if term in match.exchanges and term not in understood and term.dtype.is_floating_point:
             try:
                 return _why_not_one(match, orders, node, term)
             except NotRoutedError as error:
@@ -263,6 +267,8 @@ def why_not(match: Match) -> str | None:
     """Why the exchanges must stay as they are."""
     if match.obstacle:
         return match.obstacle
+    if not isinstance(match.routing.group, str | dist.ProcessGroup):
+        return f"the group is {match.routing.group!r}"
     if not match.x or not match.sums:
         return "rows go to the experts but not back" if match.x else "no rows go to the experts"
     live = match.live()
@@ -275,8 +281,10 @@ def _why_not_values(match: Match) -> str | None:
     if len(match.weights) > 1:
         return "rows are weighted in two ways"
     (top_k,), ids = match.top_k, match.routing.ids
-    if ids.dtype not in (torch.int32, torch.int64):
+    if ids.dtype not in checks.IDS:
         return f"ids are {ids.dtype}"
+    if wrong := {values.dtype for values in (*match.x, *match.weights)} - {*checks.FLOATS}:
+        return f"{wrong.pop()} is sent"
     num_slots = math.prod(ids.shape)
     for x in match.x:
         if len(x.shape) != 2 or x.shape[0] * top_k != num_slots:
@@ -288,6 +296,8 @@ def _why_not_values(match: Match) -> str | None:
         source = values.x or values.weights
         if source is not None and source.dtype != term.dtype:
             return f"rows of {source.dtype} are sent as {term.dtype}"
+    if any(term.shape[0] != match.x[0].shape[0] for term in match.sums):
+        return "there are more sums than tokens"
     if any(
         total.addend and total.addend.shape != match.x[0].shape for total in match.sums.values()
     ):

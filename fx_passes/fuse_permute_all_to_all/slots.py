@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moe_ops import comm
 
@@ -48,6 +49,8 @@ def received(term: Term) -> Routing | None:
         return None
     num_local = num_experts // num_ranks
     if term.op == "slice":
+        if not isinstance(group, str | dist.ProcessGroup):
+            return None
         first = comm.group_rank(comm.group_name_of(group)) * num_local
         shape = num_ranks, num_local
         here = (term.shape, term.args[1:]) == (shape, (1, first, first + num_local, 1))

@@ -285,7 +285,8 @@ def _ones(make: Any, args: list[Any], index: int) -> Term | None:
 
 @_rule("full", "full_like", "fill", "scalar_tensor")
 def _full(make: Any, args: list[Any], index: int) -> Term | None:
-    return make("fill", next(a for a in args if isinstance(a, int | float)))
+    values = [arg for arg in args if isinstance(arg, int | float)]
+    return make("fill", values[0]) if values else None
 
 
 @_rule("cumsum")

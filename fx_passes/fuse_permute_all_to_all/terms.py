@@ -15,24 +15,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..compat import is_wait_with_backward, open_fakes, storage_of
 from ..graph import is_call
 from .term_rules import RULES, Rule, Term
 
 # Sizes that a graph leaves open get numbers so unusual that nothing equals them by chance, and that
 # can be divided into ranks, heads and the like.
 _OPEN_SIZE = 5040
-# All that waiting as a function with a backward may do.
-_WAIT = {
-    torch.ops._c10d_functional.wait_tensor,
-    torch.ops._c10d_functional.wait_tensor.default,
-    torch._C._set_grad_enabled,
-}
 
 
 class Terms(TorchDispatchMode):
@@ -48,7 +41,7 @@ class Terms(TorchDispatchMode):
 
     def make(self, op: str, *args: Any, shape: Any = (), dtype: torch.dtype | None = None) -> Term:
         """The one term of this kind; `shape` and `dtype` are of what it stands for."""
-        key = op, args, shape
+        key = op, args, shape, dtype
         if key not in self._made:
             self._made[key] = Term(op, args, tuple(shape), dtype)
         return self._made[key]
@@ -136,11 +129,6 @@ def _rule_of(func: Any) -> Rule | None:
     return RULES.get(name.removesuffix("_") if func._schema.is_mutable else name)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Which memory a tensor lies in."""
-    return tensor.untyped_storage()._cdata
-
-
 def _place(tensor: torch.Tensor) -> str:
     return str((tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
 
@@ -202,10 +190,8 @@ def read(graph: Graph) -> Reading:
     Raises:
         UnreadableError: a node cannot be run so.
     """
-    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-    fakes = FakeTensorMode(shape_env=shape_env)
     assert isinstance(graph.owning_module, GraphModule)
-    with fakes, torch.no_grad(), _autocast_restored():
+    with open_fakes(), torch.no_grad(), _autocast_restored():
         reader = _Reader(graph.owning_module, graph)
         with reader.reading.terms:
             reader.run()
@@ -243,7 +229,7 @@ class _Reader(Interpreter):
             return None
         if is_call(node, torch._C._set_grad_enabled):
             return None
-        if is_wait(node):
+        if is_wait_with_backward(node):
             tensors = self.reading.tensors
             return tuple(self.env[i] for i in node.all_input_nodes if i in tensors)
         if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -274,21 +260,6 @@ class _Reader(Interpreter):
 def _is_functional(node: Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
-
-
-def is_wait(node: Node) -> bool:
-    """Whether `node` only waits for an exchange, in the form of a function with a backward, as up
-    to PyTorch 2.11.
-    """
-    if not is_call(node, torch.ops.higher_order.autograd_function_apply):
-        return False
-    module = node.graph.owning_module
-    for body in node.all_input_nodes[:2]:
-        graph = getattr(module, str(body.target)).graph
-        calls = [call.target for call in graph.nodes if call.op.startswith("call_")]
-        if not _WAIT.issuperset(calls):
-            return False
-    return True
 
 
 @contextlib.contextmanager

@@ -43,7 +43,8 @@ def gather(x_TH: torch.Tensor, order_S: torch.Tensor, top_k: int) -> torch.Tenso
     return x_TH[order_S // top_k]
 
 
-def chunk_order(received_PL: torch.Tensor) -> torch.Tensor:
+def chunk_order(received_PL: torch.Tensor, ids_C: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`ids_C` brings the experts of what arrived."""
     lengths = received_PL.t().flatten()
     starts = starts_of(received_PL.flatten()).view(received_PL.shape).t().flatten()
     chunk_C = torch.repeat_interleave(lengths)
@@ -103,7 +104,10 @@ class PieceLayer(StockLayer):
         order_S = pieces.sort(ids_TK)
         rows_SH = pieces.before(pieces.gather(x_TH, order_S, self.sizes.top_k))
         arrived_CH = all_to_all_single_autograd(rows_SH, receive, send, self.group)
-        order_C = pieces.chunk_order(received_PL)
+        order_C = pieces.chunk_order(
+            received_PL,
+            lambda: all_to_all_single(ids_TK.flatten()[order_S], receive, send, self.group),
+        )
         out_CH = pieces.experts(arrived_CH[order_C], self)
         back_CH = pieces.unsort(out_CH, order_C)
         rows_SH = all_to_all_single_autograd(back_CH, send, receive, self.group)
@@ -129,15 +133,19 @@ def _gather_along(x_TH: torch.Tensor, order_S: torch.Tensor, top_k: int) -> torc
     return torch.gather(x_TH, 0, tokens[:, None].expand(-1, x_TH.shape[1]))
 
 
-def _chunk_order_by_labels(received_PL: torch.Tensor) -> torch.Tensor:
+def _chunk_order_by_labels(received_PL: torch.Tensor, ids_C: Any) -> torch.Tensor:
     num_ranks, num_local = received_PL.shape
     labels = torch.arange(num_local).repeat(num_ranks)
     return labels.repeat_interleave(received_PL.flatten()).argsort(stable=True)
 
 
-def _chunk_order_by_mod(received_PL: torch.Tensor) -> torch.Tensor:
+def _chunk_order_by_mod(received_PL: torch.Tensor, ids_C: Any) -> torch.Tensor:
     labels = torch.arange(received_PL.numel()) % received_PL.shape[1]
     return torch.sort(labels.repeat_interleave(received_PL.view(-1)), stable=True).indices
+
+
+def _chunk_order_by_ids(received_PL: torch.Tensor, ids_C: Any) -> torch.Tensor:
+    return torch.argsort(wait_tensor(ids_C()), stable=True)
 
 
 def _unsort_by_inverse(rows_CH: torch.Tensor, order_C: torch.Tensor) -> torch.Tensor:
@@ -183,6 +191,7 @@ SPELLINGS = {
     "count-comparing": Pieces(count=_count_by_comparing, gather=_gather_along),
     "labels": Pieces(chunk_order=_chunk_order_by_labels, unsort=_unsort_by_inverse),
     "mod": Pieces(chunk_order=_chunk_order_by_mod, unsort=_unsort_by_scatter),
+    "ids": Pieces(chunk_order=_chunk_order_by_ids, unsort=_unsort_by_inverse),
     "adding": Pieces(unsort=_unsort_by_adding, total=_total_of_slots),
     "matmul": Pieces(total=_total_by_matmul),
     "addend": Pieces(total=_total_onto_tokens),

@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fx_passes.compat import graph_backend, is_sum_by_inductor, pin, unpin
+from fx_passes.compat import (
+    graph_backend,
+    is_sum_by_inductor,
+    is_wait_with_backward,
+    open_fakes,
+    pin,
+    storage_of,
+    unpin,
+)
 from fx_passes.graph import find_calls
+
+from .captured import fake_ranks
 
 MATMUL = torch.ops.aten.mm.default
 
@@ -133,3 +144,46 @@ def test_graph_backend_keeps_what_inductor_would_compile() -> None:
         for graph in kept.values():
             assert find_calls(graph, torch.ops.aten.tan.default)
             assert not find_calls(graph, torch.ops.aten.sin.default)
+
+
+def test_open_fakes_have_numbers() -> None:
+    with open_fakes():
+        mask = torch.zeros(8, dtype=torch.int64)
+        assert isinstance(mask.sum().item(), torch.SymInt)
+        assert isinstance(mask.nonzero().shape[0], torch.SymInt)
+
+
+def test_storage_of_views() -> None:
+    x = torch.zeros(4)
+    assert storage_of(x) == storage_of(x[1:]) != storage_of(x.clone())
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def test_only_waits_are_waits_with_backward() -> None:
+    """Whichever form this version has, no other function with a backward passes for a wait."""
+    found: list[tuple[bool, bool]] = []
+
+    def keep(module: GraphModule, inputs: Any) -> Any:
+        functions = [n for n in module.graph.nodes if "autograd_function" in str(n.target)]
+        found.append((len(functions) > 1, is_wait_with_backward(functions[0])))
+        assert not is_wait_with_backward(functions[-1])
+        return module.forward
+
+    with fake_ranks(2) as group:
+
+        def exchange(x: torch.Tensor) -> torch.Tensor:
+            return Twice.apply(all_to_all_single_autograd(x, [2, 2], [2, 2], group))
+
+        compiled = torch.compile(exchange, backend=keep, fullgraph=True)
+        compiled(torch.randn(4, 3, requires_grad=True))
+    ((with_backward, is_wait),) = found
+    assert with_backward == is_wait

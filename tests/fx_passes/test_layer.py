@@ -101,7 +101,7 @@ def test_layer_keeps_its_bits_with_capacities(fields: dict[str, Any]) -> None:
     backend = compare(make_layer(**fields))
     assert "grouped_mm_swiglu" in ops_of(backend.forward[0])
     matmuls = [op for op in ops_of(backend.backward[0]) if "mm" in op]
-    assert matmuls == [op for op in BACKWARD if "mm" in op]
+    assert sorted(matmuls) == sorted(op for op in BACKWARD if "mm" in op)
 
 
 def test_layer_under_autocast_has_closer_gradients() -> None:
