@@ -107,15 +107,15 @@ class _Fused:
         assert node is not None
         return node
 
-    def new(self, term: Term) -> Node:
-        """What takes the place of `term`."""
+    def new(self, term: Term, on_cpu: bool) -> Node:
+        """What takes the place of `term`, a tensor on the CPU or on the device of the tokens."""
         match = self.match
         build = _Builder(self.first[term])
         if term in match.arrived:
             return self._arrived(build, term)
         if term in match.sums:
             return self._sum(build, term)
-        if term in match.splits:
+        if term in match.splits and (on_cpu or term not in match.counts):
             node = build.call(operator.getitem, self.plan[_SPLITS], match.splits[term])
         else:
             node = build.method("reshape", self.plan[_COUNTS], term.shape)
@@ -182,14 +182,15 @@ def rewrite(match: Match) -> None:
     reading, live, cut = match.reading, match.live(), match.cut()
     edges, sizes = match.edges(), match.sizes()
     fused = _Fused(match, live)
-    new: dict[Term, Node] = {}
+    new: dict[tuple[Term, bool], Node] = {}
     for (node, value), term in edges:
         if node not in live:
             continue
-        if term not in new:
-            new[term] = fused.new(term)
-            reading.note(new[term], value, term)
-        node.replace_input_with(value, new[term])
+        on_cpu = reading.tensors[value].device.type == "cpu"
+        if (term, on_cpu) not in new:
+            new[term, on_cpu] = fused.new(term, on_cpu)
+            reading.note(new[term, on_cpu], value, term)
+        node.replace_input_with(value, new[term, on_cpu])
     for node, value in sizes:
         if node in live:
             node.replace_input_with(value, fused.num_rows)

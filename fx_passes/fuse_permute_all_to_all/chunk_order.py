@@ -27,29 +27,24 @@ class ChunkOrders:
 
     def sorted_rows(self, term: Term) -> Term | None:
         """The all-to-all whose rows `term` holds by (expert, rank)."""
-        if term.op == "view" and term.shape[1:] in ((), (1,)):
-            return self.sorted_rows(term.args[0])
-        routing: Routing | None = None
-        arrived: Term | None
+        if (column := _column(term)) is not term:
+            return self.sorted_rows(column)
         if term.op == library_ops.SORT_CHUNKS:
             return self._sorted_by_library(term)
-        if term.op == "all_to_all":
-            arrived = term
-        elif term.op == "take":
-            arrived = term.args[0].args[0] if term.args[0].op == "view" else term.args[0]
-            routing = self.chunk_order(term.args[1])
+        arrived: Term | None = term
+        routing: Routing | None = None
+        if term.op == "take":
+            arrived, routing = _column(term.args[0]), self.chunk_order(term.args[1])
         elif term.op == "cat":
             arrived, routing = _joined(term, by_rank=True)
-        else:
-            return None
         if arrived is None or arrived.op != "all_to_all":
             return None
         try:
             found, forward = exchanged(arrived)
         except NotRoutedError:
             return None
-        sorted_by_expert = found.num_local == 1 if routing is None else found == routing
-        return arrived if forward and sorted_by_expert else None
+        alone = arrived is term and found.num_local == 1
+        return arrived if forward and (alone or found == routing) else None
 
     def _sorted_by_library(self, term: Term) -> Term | None:
         found = library_ops.sorted_rows(term)
@@ -146,6 +141,13 @@ class ChunkOrders:
             assert found is not None
             return found
         return make(like.op, inner, *rest)
+
+
+def _column(term: Term) -> Term:
+    """One value a row, whether it is [C] or [C, 1]."""
+    single = (), (1,)
+    is_same = term.op == "view" and term.shape[1:] in single and term.args[0].shape[1:] in single
+    return term.args[0] if is_same else term
 
 
 def inverted(place: Term) -> Term | None:

@@ -81,7 +81,7 @@ class Match:
 
     def _is_replaced(self, value: Node, term: Term) -> bool:
         tensor = self.reading.tensors[value]
-        return term not in self.splits or tensor.device.type == "cpu"
+        return term not in self.splits or term in self.counts or tensor.device.type == "cpu"
 
     def sizes(self) -> list[Edge]:
         """Where a number is read that is how many rows arrived, after they have."""
@@ -308,6 +308,10 @@ def _why_not_values(match: Match) -> str | None:
 def _why_not_order(match: Match, live: set[Node]) -> str | None:
     place = {node: index for index, node in enumerate(match.graph.nodes)}
     readers = match.first_readers(live)
+    arrived = [place[readers[term]] for term in match.arrived if term in readers]
+    summed_at = [place[readers[term]] for term in match.sums if term in readers]
+    if not arrived or not summed_at or min(summed_at) <= min(arrived):
+        return "the sums do not follow from what arrives"
     for term, before in match.sources().items():
         node = match.node_of(term)
         if node is None:

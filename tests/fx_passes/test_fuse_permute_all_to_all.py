@@ -164,6 +164,24 @@ def test_spellings_on_ranks() -> None:
         assert found == dict.fromkeys(SPELLINGS, LATE)
 
 
+def reorder_on_rank(rank: int) -> list[list[str]]:
+    def backwards(received_PL: torch.Tensor, ids_C: Any) -> torch.Tensor:
+        return torch.arange(received_PL.sum()).flip(0)
+
+    layer = PieceLayer(Sizes(num_experts=2), dist.group.WORLD, torch.float32)
+    layer.pieces, backend = Pieces(chunk_order=backwards), Backend(**ON)
+    with reads_captured():
+        compare(layer, backend.compile(layer, dynamic=True), (6 + 3 * rank,), rank)
+    return graphs_of(backend)
+
+
+@pytest.mark.dist
+def test_only_expert_of_a_rank_reorders_rows() -> None:
+    """With one expert a rank what arrives is in order; another order is the experts' affair."""
+    for graphs in run_on_ranks(2, reorder_on_rank, timeout_s=300):
+        assert graphs == LATE
+
+
 def dispatcher_on_rank(rank: int, weights_at: str) -> list[list[str]]:
     """The alltoall dispatcher with ids of -1, an expert without rows, a rank without tokens."""
     layer = make_layer(group=dist.group.WORLD, dispatcher="alltoall", weights_at=weights_at)
