@@ -308,16 +308,16 @@ def _why_not_values(match: Match) -> str | None:
 def _why_not_order(match: Match, live: set[Node]) -> str | None:
     place = {node: index for index, node in enumerate(match.graph.nodes)}
     readers = match.first_readers(live)
-    arrived = [place[readers[term]] for term in match.arrived if term in readers]
-    summed_at = [place[readers[term]] for term in match.sums if term in readers]
-    if not arrived or not summed_at or min(summed_at) <= min(arrived):
-        return "the sums do not follow from what arrives"
     for term, before in match.sources().items():
         node = match.node_of(term)
         if node is None:
             return f"{term.op} has no node, or is written in place"
         if any(place[node] >= place[reader] for t, reader in readers.items() if t in before):
             return f"{node.name} is computed after the exchange"
+    arrived = [place[readers[term]] for term in match.arrived if term in readers]
+    summed_at = [place[readers[term]] for term in match.sums if term in readers]
+    if not arrived or not summed_at or min(summed_at) <= min(arrived):
+        return "the sums do not follow from what arrives"
     return None
 
 

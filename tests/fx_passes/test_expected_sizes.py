@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from fx_passes.expected_sizes import expected_copies, expected_sizes
 
 from .captured import NUM_TOKENS, capture, capture_layer, fake_ranks, only
-from .graphs import OPS
+from .compiled import make_layer
+from .graphs import HIDDEN, OPS
 
 
 def unknown_sizes(graph: Graph) -> dict[str, tuple[bool, int]]:
@@ -42,7 +43,9 @@ def test_unknown_sizes_of_a_layer(num_ranks: int, dispatcher: str) -> None:
         "allgather": ({gathered, 2 * gathered},) * 2,
     }[dispatcher]
     with fake_ranks(num_ranks) as group:
-        graphs = capture_layer(group, dispatcher=dispatcher)
+        layer = make_layer(torch.float32, group=group, dispatcher=dispatcher)
+        x = torch.randn(NUM_TOKENS, HIDDEN, requires_grad=True)
+        graphs = capture(layer, x, fuse_permute_all_to_all=False)
     for graph, expected in zip(graphs, (forward, backward), strict=True):
         known, numbers = zip(*unknown_sizes(graph).values())
         assert all(known)

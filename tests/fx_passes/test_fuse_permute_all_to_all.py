@@ -26,7 +26,7 @@ from .captured import fake_ranks
 from .compiled import OFF, Backend, make_layer, ops_of
 from .graphs import check_leaves_alone
 from .stock_layers import MegatronLayer, Sizes, StockLayer, TitanLayer
-from .stock_pieces import SPELLINGS, PieceLayer, Pieces, count, gather, sort, total
+from .stock_pieces import SPELLINGS, PieceLayer, Pieces, count, gather, sort, total, unsort
 from .test_pipeline import needs_compiler
 
 ON = {**OFF, "fuse_permute_all_to_all": True}
@@ -169,7 +169,8 @@ def reorder_on_rank(rank: int) -> list[list[str]]:
         return torch.arange(received_PL.sum()).flip(0)
 
     layer = PieceLayer(Sizes(num_experts=2), dist.group.WORLD, torch.float32)
-    layer.pieces, backend = Pieces(chunk_order=backwards), Backend(**ON)
+    layer.pieces = Pieces(chunk_order=backwards, unsort=SPELLINGS["labels"].unsort)
+    backend = Backend(**ON)
     with reads_captured():
         compare(layer, backend.compile(layer, dynamic=True), (6 + 3 * rank,), rank)
     return graphs_of(backend)
@@ -340,6 +341,10 @@ NEAR_MISSES = {
     "maximum": (Pieces(total=_total_by_max), "it is no sum over the slots of a token"),
     "weights of results": (Pieces(total=_total_of_late_weights), "computed after the exchange"),
     "written in place": (Pieces(gather=_inplace), "written in place"),
+    "other rows": (
+        Pieces(unsort=lambda _, order: unsort(order[:, None].expand(-1, 8).float(), order)),
+        "do not follow from what arrives",
+    ),
 }
 
 

@@ -194,8 +194,10 @@ def test_layer_with_dynamic_tokens() -> None:
     assert [ops_of(graph) for graph in backend.backward] == [BACKWARD + ROUTE_BACKWARD]
 
 
-def _on_rank(rank: int, fields: dict[str, Any], expected: list[list[str]]) -> None:
-    layer, backend = make_layer(group=dist.group.WORLD, **fields), Backend()
+def _on_rank(
+    rank: int, fields: dict[str, Any], expected: list[list[str]], overrides: dict[str, Any]
+) -> None:
+    layer, backend = make_layer(group=dist.group.WORLD, **fields), Backend(**overrides)
     function = backend.compile(layer, dynamic=True)
     for num_tokens in (9 + 4 * rank, 16):
         assert_near(step(layer, function, num_tokens), step(layer, layer, num_tokens))
@@ -238,13 +240,14 @@ RANKS: dict[str, list[list[str]]] = {
 @pytest.mark.parametrize("mode", ["exact", "capacity"])
 def test_layer_on_two_ranks(mode: str) -> None:
     fields = capacity_fields(16) if mode == "capacity" else {}
-    run_on_ranks(2, _on_rank, fields, RANKS["flex"], timeout_s=300)
+    run_on_ranks(2, _on_rank, fields, RANKS["flex"], {}, timeout_s=300)
 
 
 @pytest.mark.dist
 def test_layer_on_two_ranks_that_exchange_rows() -> None:
     """Rows arrive, not tokens, so there is nothing to gather."""
-    run_on_ranks(2, _on_rank, {"dispatcher": "alltoall"}, RANKS["alltoall"], timeout_s=300)
+    fields, unfused = {"dispatcher": "alltoall"}, {"fuse_permute_all_to_all": False}
+    run_on_ranks(2, _on_rank, fields, RANKS["alltoall"], unfused, timeout_s=300)
 
 
 def test_layer_compiles_with_inductor() -> None:
