@@ -18,12 +18,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import gc
 import math
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,12 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from moe_ops import comm
 from moe_ops.comm.nvlink import DEFAULT_SMS
 
 from .harness import HEADER, Row, Timing, compare, fill, line, save
+from .launch import launch
 from .specs_exchange import (
     ROUNDS,
     Candidate,
@@ -55,7 +52,6 @@ from .specs_exchange import (
 )
 from .workloads import Shape
 
-NUM_RANKS = 2
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -327,22 +323,6 @@ def bench(ranks: Ranks, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def serve(rank: int, port: int, args: argparse.Namespace) -> None:
-    """One process of a run."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if args.device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if args.device == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=datetime.timedelta(seconds=120),
-    )
-    bench(Ranks(args.device), args)
-    dist.destroy_process_group()
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench_exchange", description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=ALL_SHAPES)
@@ -356,19 +336,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Start the processes and wait for them.
-
-    Raises:
-        SystemExit: there are fewer GPUs than processes.
-    """
-    if args.device == "cuda" and torch.cuda.device_count() < NUM_RANKS:
-        found = torch.cuda.device_count()
-        raise SystemExit(f"bench_exchange: there must be {NUM_RANKS} GPUs, got {found}")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
-    arguments: Any = (port, args)
-    mp.start_processes(serve, args=arguments, nprocs=NUM_RANKS, start_method="spawn")
+    """Start the processes and wait for them."""
+    launch(bench, args)
 
 
 def main() -> None:

@@ -180,10 +180,10 @@ def our_runs(work: Exchange, group: dist.ProcessGroup) -> dict[str, Callable[[],
 
     def plan_and_dispatch() -> Tensors:
         fresh = work.plan(group).tensors()
-        return [*ops.dispatch(x_TH, weights_TK, fresh, name, "full"), *fresh]
+        return [*ops.dispatch(x_TH, weights_TK, fresh, name, "full"), *fresh[:-1]]
 
     return {
-        "exchange_plan": lambda: work.plan(group).tensors(),
+        "exchange_plan": lambda: work.plan(group).tensors()[:-1],  # splits_4P: an engine's affair
         "dispatch": lambda: ops.dispatch(x_TH, weights_TK, plan, name, "full"),
         "dispatch, fp8": lambda: ops.dispatch(x_TH, weights_TK, plan, name, "fp8"),
         "plan + dispatch": plan_and_dispatch,

@@ -3,9 +3,21 @@
 torch.compile(model, options=fx_passes.options())
 """
 
+from .config import PassConfig
 from .cost_model import CostModel, FixedCosts, cost_model
 from .devices import calibrate
 from .explain import explain
-from .pipeline import PassConfig, options
+from .pipeline import options
+from .tune import Tuned, tune
 
-__all__ = ["CostModel", "FixedCosts", "PassConfig", "calibrate", "cost_model", "explain", "options"]
+__all__ = [
+    "CostModel",
+    "FixedCosts",
+    "PassConfig",
+    "Tuned",
+    "calibrate",
+    "cost_model",
+    "explain",
+    "options",
+    "tune",
+]

@@ -162,7 +162,8 @@ class _Chunk:
         """Into the place where the graph inserts."""
         for node in nodes:
             new = node.graph.node_copy(node, lambda old: self.of.get(old, old))
-            new.meta.pop("example_value", None)
+            for own in ("example_value", "unbacked_bindings"):
+                new.meta.pop(own, None)
             if node is self.match.plan:
                 new.args, new.kwargs = (new.args[0], *self._limits()), {}
             self.of[node] = new

@@ -56,6 +56,22 @@ def graph_backend(
     return backend
 
 
+def inductor_backend(
+    inductor: Mapping[str, Any],
+) -> Callable[[GraphModule, Sequence[Any]], Any]:
+    """A backend for torch.compile: Inductor with these options. It compiles backward at once, and
+    runs the passes before autograd whatever the caches hold.
+    """
+
+    def backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
+        with functorch_config.patch(
+            enable_autograd_cache=False, force_non_lazy_backward_lowering=True
+        ):
+            return compile_fx.compile_fx(module, inputs, config_patches=dict(inductor))
+
+    return backend
+
+
 def is_sum_by_inductor(addmm: Node) -> bool:
     """Whether a call of `addmm` was a sum and a matmul when the graph was traced."""
     is_addmm = str(addmm.meta.get("original_aten")) == "aten.addmm.default"  # maybe a copy of it

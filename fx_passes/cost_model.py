@@ -68,14 +68,23 @@ _FP8_RUN = 128  # values that share a float32 scale on the wire
 
 
 class CostModel:
-    """Of one device. Its repr says all that it depends on."""
+    """Of one device. Its repr says all that it depends on. `expected_rows`: C, rows of a rank's
+    experts, instead of one share of all.
+    """
 
-    def __init__(self, figures: Figures) -> None:
-        self.figures = figures
+    def __init__(self, figures: Figures, expected_rows: int | None = None) -> None:
+        self.figures, self.expected_rows = figures, expected_rows
 
     def __repr__(self) -> str:
         """All that it depends on, for `uuid()`."""
-        return f"{type(self).__name__}({self.figures})"
+        return f"{type(self).__name__}({self.figures}, {self.expected_rows})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both depend on the same."""
+        return isinstance(other, CostModel) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     def seconds(self, node: Node) -> float:
         """Device time of a call; of a dispatch, a combine or the start of one, until it is over."""
@@ -83,7 +92,7 @@ class CostModel:
             return 0.0
         if is_call(node, *_PLANS):
             return self.figures.plan_s
-        sizes = expected_sizes(node.graph)
+        sizes = self._sizes(node)
         if is_call(node, *_EXCHANGES):
             return self._exchange(node, sizes)
         if _is_collective(node):
@@ -95,7 +104,10 @@ class CostModel:
 
     def num_bytes(self, node: Node) -> int:
         """Bytes of a node's outputs, unknown sizes replaced by expected ones."""
-        return expected_sizes(node.graph).num_bytes(node.meta.get("val"))
+        return self._sizes(node).num_bytes(node.meta.get("val"))
+
+    def _sizes(self, node: Node) -> ExpectedSizes:
+        return expected_sizes(node.graph, self.expected_rows)
 
     def _exchange(self, node: Node, sizes: ExpectedSizes) -> float:
         """Rows leave for other ranks while those that stay, and those that arrive, are written."""
@@ -162,9 +174,9 @@ class FixedCosts(CostModel):
         return 0.0 if _is_free(node) else self.table.get(name_of(node), self.default)
 
 
-def cost_model(device: str | None = None) -> CostModel:
+def cost_model(device: str | None = None, expected_rows: int | None = None) -> CostModel:
     """Of a device by its name in the table, by default the current one."""
-    return CostModel(figures_of(device or device_name()))
+    return CostModel(figures_of(device or device_name()), expected_rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ Where T tokens on each of P ranks have K choices, a rank holds
     D = T * P * (1 - (1 - 1 / P) ** K)  copies,    C = T * K  rows,
 
 if every choice falls on each rank alike: of 4 tokens, K = 2, E = 6 and P = 2 that is D = 6, C = 8.
+Whoever knows better says what C is.
 A graph tells which of its sizes are D and C wherever it makes or takes a plan, forward or backward;
 other exchanges of rows bring in as many as they send, or the tokens of all ranks.
 
@@ -69,11 +70,12 @@ def _plan_nodes(node: Node) -> list[Any]:
 @dataclasses.dataclass(frozen=True)
 class ExpectedSizes:
     """Of one graph. `numbers`: by symbol. `shares`: by the name of the node that holds a plan's
-    offsets_L, how much of a capacity of C rows is likely used.
+    offsets_L, how much of a capacity of C rows is likely used. `expected_rows`: C, if said.
     """
 
     numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    expected_rows: int | None = None
 
     def number(self, size: int | torch.SymInt) -> int:
         """The size, or what it is expected to be, at least 1."""
@@ -88,6 +90,11 @@ class ExpectedSizes:
     def tokens_and_choices(self, plan: Plan) -> tuple[int, int]:
         """T and K."""
         return self.number(plan.copy_of_token_TP.shape[0]), self.number(plan.ids_DK.shape[1])
+
+    def rows(self, plan: Plan) -> int:
+        """C."""
+        num_tokens, top_k = self.tokens_and_choices(plan)
+        return self.expected_rows or num_tokens * top_k
 
     def knows(self, size: int | torch.SymInt) -> bool:
         """Whether the graph tells this size."""
@@ -119,23 +126,28 @@ class ExpectedSizes:
 
 
 _found: weakref.WeakKeyDictionary[Graph, tuple[int, ExpectedSizes]] = weakref.WeakKeyDictionary()
-# Of forward and backward, whose symbols are the same; only the former may tell what they are.
-_numbers: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
+# Of forward and backward, whose symbols are the same; only the former may tell what they are. By
+# `expected_rows`.
+_numbers: weakref.WeakKeyDictionary[Any, dict[int | None, dict[Any, int]]]
+_numbers = weakref.WeakKeyDictionary()
 
 
-def expected_sizes(graph: Graph) -> ExpectedSizes:
+def expected_sizes(graph: Graph, expected_rows: int | None = None) -> ExpectedSizes:
     """The sizes of a graph, kept until it grows or shrinks."""
     num_nodes, sizes = _found.get(graph, (-1, ExpectedSizes()))
-    if num_nodes != len(graph.nodes):
-        sizes = _find(graph)
+    if num_nodes != len(graph.nodes) or sizes.expected_rows != expected_rows:
+        sizes = _find(graph, expected_rows)
         _found[graph] = len(graph.nodes), sizes
     return sizes
 
 
-def _find(graph: Graph) -> ExpectedSizes:
+def _find(graph: Graph, expected_rows: int | None) -> ExpectedSizes:
     symbolic = [size for node in graph.nodes for size in _symbolic(node.meta.get("val"))]
-    shape_env = symbolic[0].node.shape_env if symbolic else None
-    sizes = ExpectedSizes(_numbers.setdefault(shape_env, {}) if symbolic else {})
+    numbers: dict[Any, int] = {}
+    if symbolic:
+        of_graphs = _numbers.setdefault(symbolic[0].node.shape_env, {})
+        numbers = of_graphs.setdefault(expected_rows, numbers)
+    sizes = ExpectedSizes(numbers, expected_rows=expected_rows)
     for size in symbolic:
         if size.node.has_hint() and size.node.expr.is_Symbol:
             sizes.numbers[size.node.expr] = int(size.node.hint)
@@ -161,7 +173,7 @@ def _clues(node: Node, sizes: ExpectedSizes) -> Iterator[tuple[Any, float]]:
     if (plan := plan_of(node)) is not None:
         num_tokens, top_k = sizes.tokens_and_choices(plan)
         yield plan.num_copies, expected_copies(num_tokens, top_k, plan.num_ranks)
-        yield plan.slot_of_row_C.shape[0], num_tokens * top_k
+        yield plan.slot_of_row_C.shape[0], sizes.rows(plan)
     elif is_call(node, _GATHER_PLAN):
         counts, rank_of_token = node.meta["val"]
         yield rank_of_token.shape[0], _rows(node.args[0], sizes) * counts.shape[0]
@@ -198,6 +210,5 @@ def _shares(node: Node, sizes: ExpectedSizes) -> Iterator[tuple[str, float]]:
         return
     offsets = Plan(*_plan_nodes(node)).offsets_L
     if isinstance(offsets, Node):
-        num_tokens, top_k = sizes.tokens_and_choices(plan)
         num_rows = sizes.number(plan.slot_of_row_C.shape[0])
-        yield offsets.name, min(1.0, num_tokens * top_k / max(1, num_rows))
+        yield offsets.name, min(1.0, sizes.rows(plan) / max(1, num_rows))

@@ -6,119 +6,36 @@ On a GPU times are measured, else estimated.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as torch_mp
 
-import moe_ops
-
+from . import demo_model
 from .explain import explain
-from .pipeline import options
 from .timeline import figure_class
-
-_SIZES = (
-    *("world_size", "device", "batch", "context", "layers", "heads", "hidden", "ffn"),
-    *("experts", "top_k"),
-)
-FAILED, WRONG_USE = 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model's sizes, and where results go."""
-    # Here, because passes know of moe_ops only operators; a command is an exception.
-    from moe_ops.demo import settings  # noqa: PLC0415
-
-    settings.add_arguments(parser, *_SIZES)
-    parser.set_defaults(layers=2)
-    parser.add_argument("--autocast", action="store_true", help="matmuls in bfloat16")
-    parser.add_argument("--config", help="JSON file with settings of the passes")
-    parser.add_argument(
-        "--without", action="append", default=[], metavar="PASS", help="leave a pass out"
-    )
+    """The model, and where results go."""
+    demo_model.add_arguments(parser)
     parser.add_argument("--picture", help="PNG file for the timelines before and after")
     parser.add_argument("--trace", help="JSON file for the same, for https://ui.perfetto.dev")
 
 
 def run(args: argparse.Namespace) -> int:
     """Explain on as many processes as share the experts; returns the exit status."""
-    from moe_ops.demo import settings  # noqa: PLC0415 - as above
-
     if args.picture:
         figure_class()  # better an error now than after minutes
-    try:
-        resolved = settings.from_arguments(args).resolved()
-        options(**_how(args))
-    except (ValueError, OSError) as error:  # settings.Refused is a ValueError
-        print(str(error).replace("demo:", "explain:"), file=sys.stderr)
-        return WRONG_USE
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    print(
-        f"compiling the model without the passes and with them on {resolved.world_size} "
-        f"{resolved.device} processes; a minute or more",
-        file=sys.stderr,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = Path(folder, "rendezvous").as_uri()
-        try:
-            torch_mp.start_processes(
-                _work, (args, resolved, rendezvous), resolved.world_size, start_method="spawn"
-            )
-        except (torch_mp.ProcessRaisedException, torch_mp.ProcessExitedException) as error:
-            print(error, file=sys.stderr)
-            return FAILED
-    return 0
+    doing = "compiling the model without the passes and with them, a minute or more,"
+    return demo_model.run(args, _work, doing)
 
 
-def _how(args: argparse.Namespace) -> dict[str, Any]:
-    return {"config": args.config, **dict.fromkeys(args.without, False)}
-
-
-def _work(rank: int, args: argparse.Namespace, settings: Any, rendezvous: str) -> None:
-    """One of the processes."""
-    from moe_ops.demo.model import NUM_BYTES, ByteModel  # noqa: PLC0415 - as above
-
-    device = torch.device(f"cuda:{rank}" if settings.device == "cuda" else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.set_num_threads(1)
-    group = _join(rank, settings, rendezvous, device) if settings.world_size > 1 else None
-    torch.manual_seed(settings.seed)  # the same weights on all ranks
-    model = ByteModel(settings, group).to(device)
-    shape = settings.batch // settings.world_size, settings.context
-    stream = torch.Generator().manual_seed(rank)
-    tokens_BT = torch.randint(NUM_BYTES, shape, generator=stream).to(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
-        report = explain(model, tokens_BT, **_how(args))
+def _work(
+    rank: int, args: argparse.Namespace, model: torch.nn.Module, tokens_BT: torch.Tensor
+) -> None:
+    report = explain(model, tokens_BT, **demo_model.how(args))
     if rank == 0:
         print(report)
         if args.picture:
             report.save_picture(args.picture)
         if args.trace:
             report.save_trace(args.trace)
-    if group is not None:
-        dist.destroy_process_group()
-
-
-def _join(rank: int, settings: Any, rendezvous: str, device: torch.device) -> dist.ProcessGroup:
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=rendezvous,
-        rank=rank,
-        world_size=settings.world_size,
-        device_id=device if device.type == "cuda" else None,
-    )
-    group = dist.group.WORLD
-    assert group is not None
-    moe_ops.comm.setup(
-        group,
-        max_tokens=settings.batch * settings.context,
-        hidden_size=settings.hidden,
-        dtype=torch.float32,
-    )
-    return group

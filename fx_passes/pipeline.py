@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import logging
 import os
 import pathlib
@@ -21,11 +20,13 @@ from moe_ops.comm import nvlink
 from moe_ops.kernels import native
 
 from .chunk_exchange import chunk_exchange_pass
-from .cost_model import cost_model
+from .config import PassConfig, config_of
+from .cost_model import CostModel, cost_model
 from .defer_wgrad import DeferWgrad, defer_wgrad_pass
 from .fold_permute_grouped_mm import fold_permute_grouped_mm_pass, recompute_rows_pass
 from .fuse_permute_all_to_all import fuse_permute_all_to_all_pass
 from .fuse_swiglu import fuse_swiglu_pass, recompute_activation_pass
+from .interleave_exchanges import interleave_exchanges_pass
 from .journal import Journal, listening
 from .lower import lower_pass
 from .overlap_shared_experts import OverlapSharedExperts, overlap_shared_experts_pass
@@ -47,46 +48,6 @@ Pass = Callable[[torch.fx.Graph], int]
 """Rewrites a graph in place and returns how many matches it rewrote."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PassConfig:
-    """Switches and bounds, one field per pass, named after it.
-
-    `fuse_permute_all_to_all`: rows that a layer of plain PyTorch, or the alltoall dispatcher, sorts
-        and sends to experts and back become one exchange of tokens.
-    `chunk_exchange`: number of chunks of tokens in which a layer runs, one's exchange under
-        another's matmuls; 1: whole.
-    `fold_permute_grouped_mm`: expanded rows are not kept for backward, nor written where a kernel
-        gathers tokens itself.
-    `fuse_swiglu`: the activation runs within the matmul beside it and is not kept for backward.
-    `protect_exchange`: exchanges and their plans are kept for backward, not run again, whatever
-        activation checkpointing says.
-    `split_exchange`: a dispatch or combine starts as soon as it can and is waited for where its
-        results are read; what lies between runs between.
-    `overlap_shared_experts`: shared experts and other work that needs no routed tokens run during
-        an exchange; `OverlapSharedExperts(max_bytes, min_us)` bounds it.
-    `defer_wgrad`: gradients of weights are computed during an exchange;
-        `DeferWgrad(max_bytes, min_us)` bounds it.
-    `lower`: gradients of float32 weights under autocast stay in float32; what a rank sends back is
-        summed where its peers can read it.
-    """
-
-    fuse_permute_all_to_all: bool = True
-    chunk_exchange: int = 1
-    fold_permute_grouped_mm: bool = True
-    fuse_swiglu: bool = True
-    protect_exchange: bool = True
-    split_exchange: bool = True
-    overlap_shared_experts: bool | OverlapSharedExperts = True
-    defer_wgrad: bool | DeferWgrad = True
-    lower: bool = True
-
-    def __post_init__(self) -> None:
-        if type(self.chunk_exchange) is not int or self.chunk_exchange < 1:
-            raise ValueError(
-                f"options: chunk_exchange must be a positive number, got {self.chunk_exchange!r}"
-            )
-
-
 def options(
     config: PassConfig | str | os.PathLike[str] | None = None,
     *,
@@ -101,15 +62,10 @@ def options(
         overrides: fields of `PassConfig`, which win over `config`.
 
     Raises:
-        ValueError: a field that `PassConfig` does not have, or a hook that `inductor` sets as well.
+        ValueError: a field that `PassConfig` does not have, a value that it does not take, or a
+            hook that `inductor` sets as well.
     """
-    if config is None:
-        config = PassConfig()
-    elif not isinstance(config, PassConfig):
-        config = _replace(PassConfig(), _read(config), source=os.fspath(config))
-    config = _replace(config, overrides, source="options")
-
-    hooks = _hooks(config)
+    hooks = _hooks(config_of(config, overrides))
     rest = {name.replace("-", "_"): value for name, value in (inductor or {}).items()}
     if taken := sorted(hooks.keys() & rest.keys()):
         raise ValueError(
@@ -138,7 +94,9 @@ def _passes(config: PassConfig) -> list[tuple[str, Pass]]:
         # Before a combine is split, while it is one node.
         (config.lower, _POST_GRAD, place_in_window_pass),
         # After the fusions, so that nothing is fused across a start or a wait.
-        (config.split_exchange, _POST_GRAD, split_exchange_pass),
+        (config.split_exchange, _POST_GRAD, _split_exchange(config)),
+        # While nothing is in the windows that it moves.
+        (config.interleave_exchanges, _POST_GRAD, interleave_exchanges_pass),
         # Between the halves, which must be there; first what has fewer places to go.
         (bool(config.overlap_shared_experts), _POST_GRAD, _overlap_shared_experts(config)),
         (bool(config.defer_wgrad), _POST_GRAD, _defer_wgrad(config)),
@@ -154,13 +112,25 @@ def _chunk_exchange(config: PassConfig) -> Pass:
     return _bind(chunk_exchange_pass, num_chunks=config.chunk_exchange)
 
 
+def _split_exchange(config: PassConfig) -> Pass:
+    return _bind(split_exchange_pass, num_sms=config.num_comm_sms or 0)
+
+
 def _overlap_shared_experts(config: PassConfig) -> Pass:
     bounds = bounds_of(OverlapSharedExperts, config.overlap_shared_experts)
-    return _bind(overlap_shared_experts_pass, bounds=bounds)
+    return _bind(overlap_shared_experts_pass, costs=_costs(config), bounds=bounds)
 
 
 def _defer_wgrad(config: PassConfig) -> Pass:
-    return _bind(defer_wgrad_pass, bounds=bounds_of(DeferWgrad, config.defer_wgrad))
+    bounds = bounds_of(DeferWgrad, config.defer_wgrad)
+    return _bind(defer_wgrad_pass, costs=_costs(config), bounds=bounds)
+
+
+def _costs(config: PassConfig) -> CostModel | None:
+    """None: those of the device that is current when the passes run."""
+    if config.cost_model is None and config.expected_rows is not None:
+        return cost_model(expected_rows=config.expected_rows)
+    return config.cost_model
 
 
 @functools.cache
@@ -214,6 +184,16 @@ class CompositePass(CustomGraphPass):
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+def listened(inductor: Mapping[str, Any], journal: Journal) -> dict[str, Any]:
+    """The options `inductor` with passes that write into `journal`."""
+    return {
+        name: dataclasses.replace(value, journal=journal)
+        if isinstance(value, CompositePass)
+        else value
+        for name, value in inductor.items()
+    }
+
+
 def name_of_pass(run: Pass) -> str:
     """For messages: `fuse_swiglu` of `fuse_swiglu_pass`, options bound or not."""
     function = run.func if isinstance(run, functools.partial) else run
@@ -222,19 +202,3 @@ def name_of_pass(run: Pass) -> str:
 
 def _source_hash() -> str:
     return _library.source_hash(pathlib.Path(__file__).parent)
-
-
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    settings = json.loads(pathlib.Path(path).read_text())
-    if not isinstance(settings, dict):
-        raise ValueError(f"{os.fspath(path)}: must hold one JSON object, got {settings!r}")
-    return settings
-
-
-def _replace(config: PassConfig, settings: Mapping[str, Any], *, source: str) -> PassConfig:
-    known = [field.name for field in dataclasses.fields(PassConfig)]
-    if unknown := sorted(settings.keys() - set(known)):
-        raise ValueError(
-            f"{source}: settings must be among [{', '.join(known)}], got {', '.join(unknown)}"
-        )
-    return dataclasses.replace(config, **settings)

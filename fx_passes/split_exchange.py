@@ -1,6 +1,6 @@
 """An exchange becomes a start and a wait, so that what needs neither runs between them.
 
-    rows, weights = dispatch(x, w, plan, ...)      ticket = dispatch_start(x, w, plan, ...)
+    rows, weights = dispatch(x, w, plan, ...)      ticket = dispatch_start(x, w, plan, ..., num_sms)
                                               ->   ...
                                                    rows, weights = dispatch_wait(ticket, x, w, plan)
 
@@ -11,6 +11,7 @@ first that reads its outputs. It refuses an exchange that nothing reads.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def why_not(match: Match) -> str | None:
     return None if match.readers else "nothing reads its outputs"
 
 
-def rewrite(match: Match) -> None:
+def rewrite(match: Match, num_sms: int) -> None:
     """Put the halves in its place."""
     exchange = match.exchange
     start_op, wait_op = _HALVES[exchange.target]
@@ -56,7 +57,8 @@ def rewrite(match: Match) -> None:
     args, outputs = arguments(exchange), exchange.meta["val"]
     with outputs[0].fake_mode:
         ticket = outputs[0].new_empty(1, dtype=torch.int64)
-    start = add_call(_after_inputs(exchange), start_op, args, like=exchange, value=ticket)
+    start_args = [*args, num_sms]
+    start = add_call(_after_inputs(exchange), start_op, start_args, like=exchange, value=ticket)
     place = {node: number for number, node in enumerate(exchange.graph.nodes)}
     first = min(match.readers, key=place.__getitem__)
     wait = add_call(first, wait_op, [start, *args[:num_tensors]], like=exchange, value=outputs)
@@ -75,6 +77,7 @@ def _after_inputs(node: Node) -> Node:
     return place
 
 
-def split_exchange_pass(graph: Graph) -> int:
-    """The rewrite; number of exchanges."""
-    return rewrite_matches("split_exchange", graph, find_exchanges(graph), why_not, rewrite)
+def split_exchange_pass(graph: Graph, num_sms: int = 0) -> int:
+    """The rewrite; number of exchanges. `num_sms`: multiprocessors of each; 0: as it was set up."""
+    on_sms = functools.partial(rewrite, num_sms=num_sms)
+    return rewrite_matches("split_exchange", graph, find_exchanges(graph), why_not, on_sms)

@@ -21,13 +21,14 @@ import itertools
 import logging
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
+from .aliases import changed_roots, draws, is_known, roots_of
 from .cost_model import CostModel
 from .graph import is_call, name_of
 from .journal import Decision, current
@@ -83,16 +84,8 @@ class Filling:
 
 
 def bounds_of(kind: type[Bounds], setting: object) -> Bounds:
-    """Of a pass's setting: True, a `kind`, or the fields of one, as JSON holds them."""
-    if isinstance(setting, Bounds):
-        return setting
-    fields = setting if isinstance(setting, Mapping) else {}
-    known = [field.name for field in dataclasses.fields(kind)]
-    if unknown := sorted(fields.keys() - set(known)):
-        raise ValueError(
-            f"options: bounds must be among [{', '.join(known)}], got {', '.join(unknown)}"
-        )
-    return kind(**fields)
+    """Of a pass's setting, True or a `kind`."""
+    return setting if isinstance(setting, Bounds) else kind()
 
 
 def find_windows(graph: Graph) -> list[Window]:
@@ -150,13 +143,11 @@ class Schedule:
         self.order = list(graph.nodes)
         self.seconds = {node: _compute_seconds(node, costs) for node in self.order}
         self.lengths = {n: costs.seconds(n) for n in self.order if is_call(n, *STARTS)}
-        self.roots: dict[Node, Node] = {}
-        for node in self.order:
-            self.roots[node] = self.roots[node.args[0]] if _is_alias(node) else node
+        self.roots = roots_of(self.order)
         self.num_bytes = {root: costs.num_bytes(root) for root in set(self.roots.values())}
         for window in find_windows(graph):  # the start makes what the wait hands out
             self.num_bytes[window.start] = costs.num_bytes(window.wait)
-        changed = _changed(self.order, self.roots)
+        changed = changed_roots(self.order, self.roots)
         self.staying = {n for n in self.order if _stays(n) or self._reads(n) & changed}
         self.first_peak = self.peak(self.order)
 
@@ -301,37 +292,13 @@ def _compute_seconds(node: Node, costs: CostModel) -> float:
     return costs.seconds(node)
 
 
-def _is_alias(node: Node) -> bool:
-    """Whether a node's output lies in the memory of its first input; that of a wait in what its
-    start made.
-    """
-    if is_call(node, operator.getitem, _ATEN._unsafe_view.default, *WAITS):
-        return True
-    return isinstance(node.target, OpOverload) and node.target.is_view
-
-
-def _changed(order: Iterable[Node], roots: dict[Node, Node]) -> set[Node]:
-    """What some node changes in place, or may."""
-    changed: set[Node] = set()
-    for node in order:
-        if node.op == "call_function" and (not _is_known(node) or node.is_impure()):
-            changed.update(roots[each] for each in node.all_input_nodes)
-    return changed
-
-
-def _is_known(node: Node) -> bool:
-    """Whether a call does no more than its schema says, or computes a size."""
-    return not isinstance(node.target, HigherOrderOperator)
-
-
 def _stays(node: Node) -> bool:
     """Whether a node's place among its like matters, or is not known not to."""
-    if node.op != "call_function" or not _is_known(node) or node.is_impure():
+    if node.op != "call_function" or not is_known(node) or node.is_impure():
         return True
     target = node.target
     if not isinstance(target, OpOverload):
         return False
     talks = any(argument.name == "group_name" for argument in target._schema.arguments)
     waits = target in WAITS or target.namespace == "_c10d_functional"
-    is_random = torch.Tag.nondeterministic_seeded in target.tags
-    return talks or waits or is_random or "unbacked_bindings" in node.meta
+    return talks or waits or draws(node) or "unbacked_bindings" in node.meta

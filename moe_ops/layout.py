@@ -28,7 +28,9 @@ class Plan:
     `offsets_L` [L] i32: where each local expert's rows end, at most C.
     `counts_PL` [P, L] i32: rows by (source rank, local expert), before the limit C.
     `overflow_2` [2] i32: copies and rows that did not fit.
-    `splits_4P` [4, P] i64 on the CPU: copies sent, copies received, slots sent, slots received.
+    `splits_4P` [4, P] i64 on the CPU: copies sent, copies received, slots sent, slots received. In
+        capacity mode, where the group's engine is `nvlink`, it lies on the GPU and holds nothing: a
+        tensor on the CPU would part the CUDA graphs that Inductor makes.
     """
 
     copy_of_token_TP: torch.Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 
@@ -20,6 +21,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
 fill_empty_with_nan()
+# PyTorch prints every graph it compiles to a logger as soon as that has a handler, and pytest gives
+# its own to each that does not propagate.
+logging.getLogger("torch.__trace").propagate = True
 
 # The same examples in every run: a failure that comes and goes helps nobody.
 hypothesis.settings.register_profile(

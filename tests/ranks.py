@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT_S = 60
-PRELOAD = ["torch", "torch._dynamo", "moe_ops", "hypothesis", "pytest"]
+PRELOAD = ["tests.warm_up"]
 GRACE_S = 10  # for the other ranks to end once one has failed
 
 _pools: dict[int, Pool] = {}

@@ -7,7 +7,8 @@
     summed by token, weighted or not                    combine(unpermute(rows, w?, plan), addend?)
 
 and likewise gate weights that are sent along. Rows reach the experts in the same order: by expert,
-source rank, token, k. Counts and splits come from the plan.
+source rank, token, k. Counts and splits come from the plan, and so do the sizes of experts' rows
+where the layer joins chunks expert by expert.
 
 It runs on the graph that Dynamo leaves, before autograd: the backward of these operators then
 stands in place of that of the old nodes, whatever form it would have had. Nodes are matched by what
@@ -18,6 +19,7 @@ way back.
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from typing import Any
@@ -29,7 +31,7 @@ from moe_ops import comm
 
 from .liveness import sweep
 from .routed import Match, find_matches, lost_exchanges, why_not
-from .term_rules import Term
+from .term import Term
 from .terms import UnreadableError, read
 
 __all__ = ["Match", "find_matches", "fuse_permute_all_to_all_pass", "rewrite", "why_not"]
@@ -77,9 +79,9 @@ class _Fused:
         (self.top_k,) = match.top_k
         self.group = comm.group_name_of(match.routing.group)
         self.plan = self._plan()
-        self.num_rows = _Builder(_after(self.plan[-1])).method("size", self.plan[_SLOT_OF_ROW], 0)
         self.weights: Node | None = None
         self.copies: dict[Term, Node] = {}
+        self.of_experts: dict[Any, list[Node]] = {}
         self._dispatch()
 
     def _plan(self) -> list[Node]:
@@ -91,6 +93,11 @@ class _Fused:
         ids = build.method("reshape", ids, (-1, self.top_k))
         call = build.call(_OPS.exchange_plan.default, ids, routing.num_experts, self.group)
         return build.outputs(call, _PLAN_LENGTH)
+
+    @functools.cached_property
+    def num_rows(self) -> Node:
+        """How many rows arrive."""
+        return _Builder(_after(self.plan[-1])).method("size", self.plan[_SLOT_OF_ROW], 0)
 
     def _old_plan(self) -> Node | None:
         """The call of `exchange_plan` by which the match goes."""
@@ -111,6 +118,8 @@ class _Fused:
         """What takes the place of `term`, a tensor on the CPU or on the device of the tokens."""
         match = self.match
         build = _Builder(self.first[term])
+        if term in match.parts:
+            return self._part(build, term)
         if term in match.arrived:
             return self._arrived(build, term)
         if term in match.sums:
@@ -160,9 +169,31 @@ class _Fused:
         shaped = build.method("reshape", rows, (-1, *term.shape[1:]))
         return build.method("to", shaped, term.dtype)
 
+    def _part(self, build: _Builder, term: Term) -> Node:
+        """Of the rows that arrived those of one expert."""
+        part = self.match.parts[term]
+        key = part.exchange, term.shape[1:], term.dtype
+        if key not in self.of_experts:
+            self.of_experts[key] = self._split(build, self._arrived(build, term))
+        assert part.expert is not None
+        return self.of_experts[key][part.expert]
+
+    def _split(self, build: _Builder, rows: Node) -> list[Node]:
+        """`rows` of each expert."""
+        counts = build.method("sum", self.plan[_COUNTS], 0)
+        sizes = [
+            build.method("item", build.call(operator.getitem, counts, index))
+            for index in range(self.match.routing.num_local)
+        ]
+        for size in sizes:
+            build.call(torch._check, build.call(operator.ge, size, 0))
+        return build.outputs(build.method("split", rows, sizes), len(sizes))
+
     def _sum(self, build: _Builder, term: Term) -> Node:
         total = self.match.sums[term]
-        rows, weights = self._source(total.rows), self.weights if total.weights else None
+        sources = [self._source(rows) for rows in total.rows]
+        rows = build.call(torch.cat, sources) if len(sources) > 1 else sources[0]
+        weights = self.weights if total.weights else None
         partial = build.call(_OPS.unpermute.default, rows, weights, *self._maps(build))
         addend = self._source(total.addend) if total.addend else None
         call = build.call(_OPS.combine.default, partial, None, addend, self.plan, self.group)

@@ -8,14 +8,26 @@ Letters: E experts, P ranks, L = E / P experts here.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 from typing import Any
 
 from . import library_ops
+from .elements import places_of
+from .number_rules import UNSTABLE
 from .routing import NotRoutedError, Routing
 from .slots import exchanged, ordered, received
-from .term_rules import RULES, Term, bare, is_fill, uncast
+from .term import Term, bare, is_fill, uncast, viewed
 from .terms import Terms
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """Rows that `exchange` brought, by (expert, rank); of one `expert`, if it says so."""
+
+    exchange: Term
+    expert: int | None = None
 
 
 class ChunkOrders:
@@ -23,30 +35,37 @@ class ChunkOrders:
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
+        # Sorts that leave open how rows of an expert are ordered, and None for all others.
+        self.ways: dict[Routing, set[Term | None]] = collections.defaultdict(set)
         self.chunk_order = functools.cache(self._chunk_order)
 
-    def sorted_rows(self, term: Term) -> Term | None:
-        """The all-to-all whose rows `term` holds by (expert, rank)."""
+    def sorted_rows(self, term: Term) -> Arrived | None:
+        """What `term` holds by (expert, rank)."""
         if (column := _column(term)) is not term:
             return self.sorted_rows(column)
         if term.op == library_ops.SORT_CHUNKS:
             return self._sorted_by_library(term)
         arrived: Term | None = term
         routing: Routing | None = None
+        expert: int | None = None
         if term.op == "take":
             arrived, routing = _column(term.args[0]), self.chunk_order(term.args[1])
         elif term.op == "cat":
-            arrived, routing = _joined(term, by_rank=True)
+            arrived, routing, expert = _joined_by_expert(term.args[0])
         if arrived is None or arrived.op != "all_to_all":
             return None
         try:
             found, forward = exchanged(arrived)
         except NotRoutedError:
             return None
-        alone = arrived is term and found.num_local == 1
-        return arrived if forward and (alone or found == routing) else None
+        alone = arrived is term and found.is_in_order
+        if not forward or not (alone or found == routing):
+            return None
+        if term.op != "take":
+            self.ways[found].add(None)
+        return Arrived(arrived, expert)
 
-    def _sorted_by_library(self, term: Term) -> Term | None:
+    def _sorted_by_library(self, term: Term) -> Arrived | None:
         found = library_ops.sorted_rows(term)
         if found is None or found[0].op != library_ops.ALL_TO_ALL:
             return None
@@ -54,10 +73,10 @@ class ChunkOrders:
             routing, forward = exchanged(found[0])
         except NotRoutedError:
             return None
-        return found[0] if forward and routing.plan == found[1] else None
+        return Arrived(found[0]) if forward and routing.plan == found[1] else None
 
-    def unsorted_rows(self, term: Term, routing: Routing) -> Term:
-        """The rows by (expert, rank) that `term` holds by (rank, expert).
+    def unsorted_rows(self, term: Term, routing: Routing) -> tuple[Term, ...]:
+        """The rows by (expert, rank), one after another, that `term` holds by (rank, expert).
 
         Raises:
             NotRoutedError: it does not sort them so.
@@ -66,7 +85,10 @@ class ChunkOrders:
             found = library_ops.unsorted_rows(term) if term.op == library_ops.SORT_CHUNKS else None
             if found is None or found[1] != routing.plan:
                 raise NotRoutedError(term, "it does not sort rows by the rank they came from")
-            return found[0]
+            return (found[0],)
+        if term.op == "cat" and (sources := _joined_by_rank(term.args[0], routing)):
+            self.ways[routing].add(None)
+            return sources
         rows = order = None
         if term.op == "put" or (term.op == "add_at" and is_fill(term.args[0], 0)):
             _, place, rows = term.args
@@ -74,12 +96,10 @@ class ChunkOrders:
         elif term.op == "take":
             rows, place = term.args
             order = self._inverted_order(place)
-        elif term.op == "cat":
-            rows, order = _joined(term, by_rank=False)
         if rows is not None and order == routing:
-            return rows
-        if routing.num_local == 1:
-            return term
+            return (rows,)
+        if routing.is_in_order:
+            return (term,)
         raise NotRoutedError(term, "it does not sort rows by the rank they came from")
 
     def _inverted_order(self, place: Term) -> Routing | None:
@@ -89,8 +109,15 @@ class ChunkOrders:
     def _chunk_order(self, place: Term) -> Routing | None:
         """The routing whose rows in (rank, expert) order `place` takes in (expert, rank) order."""
         place = uncast(place)
-        if place.op == "argsort":
-            return _labelled(place.args[0])
+        by_labels = place.op == "argsort"
+        routing = _labelled(place.args[0]) if by_labels else self._computed(place)
+        unstable = place.args[1:] == (UNSTABLE,)
+        if routing is None or (unstable and routing.is_in_order):
+            return None
+        self.ways[routing].add(place if unstable else None)
+        return routing
+
+    def _computed(self, place: Term) -> Routing | None:
         parts = self._linear(place)
         if len(parts) != 3:
             return None
@@ -132,15 +159,10 @@ class ChunkOrders:
 
     def _again(self, like: Term, inner: Term, rest: list[Any]) -> Term:
         """`like` with another first argument."""
-
-        def make(op: str, *args: Any) -> Term:
-            return self.terms.make(op, *args, shape=like.shape, dtype=inner.dtype)
-
+        make = functools.partial(self.terms.make, shape=like.shape)
         if like.op == "view":
-            found = RULES["view"](make, [inner], 0)
-            assert found is not None
-            return found
-        return make(like.op, inner, *rest)
+            return viewed(make, inner)
+        return make(like.op, inner, *rest, dtype=inner.dtype)
 
 
 def _column(term: Term) -> Term:
@@ -218,36 +240,77 @@ def _is_local_expert(labels: Term, routing: Routing) -> bool:
     return same and wide.shape == (num_ranks, num_local)
 
 
-def _joined(term: Term, *, by_rank: bool) -> tuple[Term | None, Routing | None]:
-    """Rows cut in chunks and joined in the other order, which is by expert if they came `by_rank`,
-    and their routing.
+Joined = tuple[Term | None, Routing | None, int | None]
+
+
+def _joined_by_expert(parts: tuple[Term, ...]) -> Joined:
+    """What arrived, if `parts` are its chunks in (expert, rank) order, and its routing; and which
+    expert's, if they are those of one.
     """
-    parts = term.args[0]
-    if any(part.op != "chunk" or part.args[:2] != parts[0].args[:2] for part in parts):
-        return None, None
-    rows, sizes, _ = parts[0].args
-    found = _sizes(sizes)
-    if found is None or (routing := received(found[0])) is None:
-        return None, None
-    num_ranks, num_local = routing.num_ranks, routing.num_local
-    arrival = list(range(routing.num_experts))
-    by_expert = [rank * num_local + e for e in range(num_local) for rank in range(num_ranks)]
-    before, after = (arrival, by_expert) if by_rank else (by_expert, arrival)
-    joined = [found[1][part.args[2]] for part in parts]
-    return (rows, routing) if (found[1], joined) == (before, after) else (None, None)
+    chunks = [_chunk(part) for part in parts]
+    sources = {chunk and (chunk.rows, chunk.sizes) for chunk in chunks}
+    first = chunks[0]
+    if len(sources) != 1 or first is None:
+        return None, None, None
+    routing = received(first.counts)
+    if routing is None or first.places != tuple(range(routing.num_experts)):
+        return None, None, None
+    wanted, num_ranks = _by_expert(routing), routing.num_ranks
+    joined = [chunk.place for chunk in chunks if chunk]
+    if joined == wanted:
+        return first.rows, routing, None
+    expert = joined[0] % routing.num_local
+    one = joined == wanted[expert * num_ranks : (expert + 1) * num_ranks]
+    return (first.rows, routing, expert) if one else (None, None, None)
 
 
-def _sizes(sizes: Any) -> tuple[Term, list[int]] | None:
-    """Counts and which of them, flat, each of `sizes` is."""
-    numbers = [bare(size.args[0]) for size in sizes if isinstance(size, Term) and size.op == "item"]
-    if len(numbers) != len(sizes) or any(n.op != "select" or n.args[1] != 0 for n in numbers):
+def _joined_by_rank(parts: tuple[Term, ...], routing: Routing) -> tuple[Term, ...]:
+    """Rows in (expert, rank) order, one after another, of which `parts` are all chunks in (rank,
+    expert) order; empty if they are not.
+    """
+    chunks = [chunk for part in parts if (chunk := _chunk(part)) is not None]
+    in_order = [chunk.place for chunk in chunks] == list(range(routing.num_experts))
+    if (
+        len(chunks) < len(parts)
+        or not in_order
+        or {received(c.counts) for c in chunks} != {routing}
+    ):
+        return ()
+    wanted = _by_expert(routing)
+    sources = {chunk.rows: chunk.places for chunk in chunks}
+    if any(sources[chunk.rows] != chunk.places for chunk in chunks):
+        return ()
+    rows = sorted(sources, key=lambda source: wanted.index(sources[source][0]))
+    places = [place for source in rows for place in sources[source]]
+    same = len({source.dtype for source in rows}) == 1
+    return tuple(rows) if same and places == wanted else ()
+
+
+def _by_expert(routing: Routing) -> list[int]:
+    """Places, by (rank, expert), of chunks in (expert, rank) order."""
+    num_local = routing.num_local
+    return [place for e in range(num_local) for place in range(e, routing.num_experts, num_local)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Chunk `index` of `rows`, cut by `sizes`, which are numbers at `places` of `counts`."""
+
+    rows: Term
+    sizes: Any
+    index: int
+    counts: Term
+    places: tuple[int, ...]
+
+    @property
+    def place(self) -> int:
+        return self.places[self.index]
+
+
+def _chunk(term: Term) -> _Chunk | None:
+    found = places_of(term.args[1]) if term.op == "chunk" else None
+    if found is None or any(len(places) != 1 for places in found[1]):
         return None
-    vectors = {number.args[0] for number in numbers}
-    if len(vectors) != 1:
-        return None
-    vector, places = uncast(vectors.pop()), [number.args[2] for number in numbers]
-    found = _transposed(vector)
-    if found is None:
-        return (vector, places) if len(vector.shape) == 1 else None
-    counts, (rows, columns) = found
-    return counts, [place % rows * columns + place // rows for place in places]
+    counts, places = found
+    rows, sizes, index = term.args
+    return _Chunk(rows, sizes, index, counts, tuple(place for (place,) in places))

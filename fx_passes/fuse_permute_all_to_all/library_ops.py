@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from .routing import NotRoutedError, Routing, Sent
-from .term_rules import Term, bare
+from .term import Term, bare
 
 PERMUTE = "moe_ops.permute.default"
 UNPERMUTE = "moe_ops.unpermute.default"

@@ -60,7 +60,9 @@ def sweep(graph: Graph, reading: Reading, cut: set[Edge]) -> set[Node]:
             dead.add(node)
     for node in reversed(graph.nodes):
         if node in dead:
+            inputs = node.all_input_nodes
             graph.erase_node(node)
+            dead.update(i for i in inputs if i not in live and not i.users)
     return dead
 
 

@@ -14,12 +14,12 @@ from moe_ops import checks
 
 from ..compat import storage_of
 from . import library_ops
-from .chunk_order import ChunkOrders
+from .chunk_order import Arrived, ChunkOrders
 from .liveness import Edge, live_nodes
 from .routing import NotRoutedError, Routing, Sent
-from .slots import exchanged, received, sent, splits
+from .slots import counted, exchanged, per_rank, received, sent
 from .sums import NO_SUM, Summed, summed
-from .term_rules import Term, uncast
+from .term import Term, uncast
 from .terms import Reading
 
 # What leads from rows that come back to their sums.
@@ -33,8 +33,9 @@ class Match:
     """All exchanges by one routing; terms to replace, and what each of them is.
 
     `exchanges`: all-to-alls of values, whether they send to the experts. `arrived`: rows or weights
-    by (expert, rank); `sums`: sums by token; `counts`: rows from each rank for each expert;
-    `splits`: rows of the plan's splits. `obstacle`: why all must stay, if it is known.
+    by (expert, rank), `parts` those of them that are of one expert; `sums`: sums by token;
+    `counts`: rows from each rank for each expert; `splits`: rows of the plan's splits. `obstacle`:
+    why all must stay, if it is known.
     """
 
     graph: Graph
@@ -43,6 +44,7 @@ class Match:
     name: str
     exchanges: dict[Term, bool] = dataclasses.field(default_factory=dict)
     arrived: dict[Term, Sent] = dataclasses.field(default_factory=dict)
+    parts: dict[Term, Arrived] = dataclasses.field(default_factory=dict)
     sums: dict[Term, Summed] = dataclasses.field(default_factory=dict)
     counts: set[Term] = dataclasses.field(default_factory=set)
     splits: dict[Term, int] = dataclasses.field(default_factory=dict)
@@ -86,7 +88,9 @@ class Match:
     def sizes(self) -> list[Edge]:
         """Where a number is read that is how many rows arrived, after they have."""
         tensors = [
-            n for n, t in self.reading.made.items() if t in self.arrived or t in self.exchanges
+            n
+            for n, t in self.reading.made.items()
+            if t in self.exchanges or (t in self.arrived and t not in self.parts)
         ]
         sizes = {
             str(n.meta["example_value"].shape[0])
@@ -107,7 +111,7 @@ class Match:
         arrived = set(self.arrived)
         found = dict.fromkeys((self.routing.ids, *self.x, *self.weights), arrived)
         for term, total in self.sums.items():
-            for value in (total.rows, total.addend):
+            for value in (*total.rows, total.addend):
                 if value:
                     found[value] = found.get(value, set()) | {term}
         return found
@@ -152,11 +156,6 @@ def find_matches(graph: Graph, reading: Reading) -> list[Match]:
             routing, forward = found
             match = matches.setdefault(routing, Match(graph, reading, routing, node.name))
             match.exchanges.setdefault(term, forward)
-            if routing.plan is None:
-                for sizes, received_here in ((term.args[1], forward), (term.args[2], not forward)):
-                    vector = splits(sizes)
-                    assert vector is not None
-                    match.splits[vector] = _SLOTS_RECEIVED if received_here else _SLOTS_SENT
     for term in dict.fromkeys(t for inputs in reading.used.values() for t in inputs.values()):
         _classify(term, orders, matches)
     for match in matches.values():
@@ -192,20 +191,37 @@ def _routing_of(term: Term) -> tuple[Routing, bool] | None:
 
 def _classify(term: Term, orders: ChunkOrders, matches: dict[Routing, Match]) -> None:
     if (arrived := orders.sorted_rows(term)) is not None:
-        match = matches[exchanged(arrived)[0]]
+        match = matches[exchanged(arrived.exchange)[0]]
+        if arrived.expert is not None:
+            match.parts[term] = arrived
         try:
-            match.arrived[term] = _sent_by(match.routing, arrived.args[0])
+            match.arrived[term] = _sent_by(match.routing, arrived.exchange.args[0])
         except NotRoutedError as error:
             match.obstacle = match.obstacle or _because(match.reading, error)
     counts = uncast(term)
     routing = received(counts) if counts.op in ("all_to_all", "slice") else None
     if routing is not None and routing in matches:
         matches[routing].counts.add(term)
+    _classify_splits(term, matches)
     try:
         total = summed(term, orders)
     except NotRoutedError:
         return
     matches[total.routing].sums[term] = total
+
+
+def _classify_splits(term: Term, matches: dict[Routing, Match]) -> None:
+    """Note that `term` [P] holds the splits of a routing."""
+    counts = per_rank(term)
+    if counts is None:
+        return
+    here, there = received(counts), counted(counts)
+    for routing, match in matches.items():
+        if routing.plan is None and term.shape == (routing.num_ranks,):
+            if routing == here:
+                match.splits[term] = _SLOTS_RECEIVED
+            elif (routing.ids, routing.num_experts) == there:
+                match.splits[term] = _SLOTS_SENT
 
 
 def _sent_by(routing: Routing, payload: Term) -> Sent:
@@ -217,7 +233,10 @@ def _sent_by(routing: Routing, payload: Term) -> Sent:
 
 def _why_not_all(match: Match, orders: ChunkOrders) -> str | None:
     """Why an exchange of the match is not understood, if there is one."""
-    understood = {orders.sorted_rows(term) for term in match.arrived}
+    if orders.terms.sorts(match.routing.ids) > 1 or len(orders.ways[match.routing]) > 1:
+        return "rows are sorted in two ways, one of them unstable"
+    found = [orders.sorted_rows(term) for term in match.arrived]
+    understood = {arrived.exchange for arrived in found if arrived}
     understood |= {total.returned for total in match.sums.values()}
     for node, term in match.reading.made.items():
         if term in match.exchanges and term not in understood and term.dtype.is_floating_point:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .term_rules import Term
+from .term import Term
 
 
 class NotRoutedError(Exception):
@@ -35,6 +35,11 @@ class Routing:
     def num_local(self) -> int:
         """L."""
         return self.num_experts // self.num_ranks
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether what arrives is by (expert, rank) already."""
+        return 1 in (self.num_local, self.num_ranks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 A layer of plain PyTorch sorts its slots by expert, sends every rank its chunk of rows, sorts what
 arrives by expert, and does the mirror of all that with what the experts return:
 
-    order = argsort(ids)                       slots by expert; counts(ids, E) of them for each
+    order = argsort(ids), or by `counting`     slots by expert; counts(ids, E) of them for each
     received = all_to_all(counts)              [P, L]: rows from each rank for each expert here
         or all_gather(counts)[:, here]
     all_to_all(x[order // K], splits)          `Sent`: rows, with or without weights, or weights
@@ -23,8 +23,9 @@ import torch.distributed as dist
 from moe_ops import comm
 
 from . import library_ops
+from .elements import places_of
 from .routing import NotRoutedError, Routing, Sent
-from .term_rules import Term, bare, uncast
+from .term import EXACT, Term, bare, size_of, uncast
 
 
 def counted(term: Term) -> tuple[Term, int] | None:
@@ -37,7 +38,7 @@ def received(term: Term) -> Routing | None:
     """The routing of which `term` holds the rows from each rank for each expert here."""
     term = bare(term)
     source = bare(term.args[0]) if term.op == "slice" else term
-    if source.op not in ("all_to_all", "all_gather"):
+    if source.op != ("all_gather" if term.op == "slice" else "all_to_all"):
         return None
     counts, *splits_, group = source.args
     found = counted(counts)
@@ -62,24 +63,25 @@ def received(term: Term) -> Routing | None:
 def per_rank(term: Term) -> Term | None:
     """The [P, L] or [E] counts that `term` [P] sums over the experts of each rank."""
     term = uncast(term)
-    if len(term.shape) != 1:
-        return None
     if term.op != "sum":
         return term  # with one expert a rank there is nothing to sum
     counts, dims = term.args
-    return counts if len(counts.shape) == 2 and dims == (1,) else None
+    return counts if len(counts.shape) == 2 and dims == (1,) and term.dtype in EXACT else None
 
 
 def splits(sizes: Any) -> Term | None:
-    """The vector whose numbers, read one by one, are `sizes`."""
-    vectors = set()
-    for index, size in enumerate(sizes):
-        number = bare(size.args[0]) if isinstance(size, Term) and size.op == "item" else None
-        if number is None or number.op != "select" or number.args[1:] != (0, index):
-            return None
-        vectors.add(number.args[0])
-    vector = vectors.pop() if len(vectors) == 1 else None
-    return vector if vector is not None and vector.shape == (len(sizes),) else None
+    """The counts by (rank, expert), flat, of which `sizes` are the sums over the experts of a rank.
+
+    None if they sum other numbers.
+    """
+    found = places_of(sizes)
+    if found is None:
+        return None
+    counts, places = found
+    number = size_of(counts.shape) or 0
+    each = number // len(sizes)
+    by_rank = [tuple(range(first, first + each)) for first in range(0, number, each or 1)]
+    return counts if places == by_rank else None
 
 
 def exchanged(term: Term) -> tuple[Routing, bool]:
@@ -93,31 +95,25 @@ def exchanged(term: Term) -> tuple[Routing, bool]:
     _, receive, send, group = term.args
     sides: list[Term] = []
     for sizes in (receive, send):
-        vector = splits(sizes)
-        counts = None if vector is None else per_rank(vector)
-        if vector is None or counts is None:
-            raise NotRoutedError(term, "its splits are not counts of slots by rank")
+        counts = splits(sizes)
+        if counts is None:
+            raise NotRoutedError(term, "its splits are not sums over the experts of a rank")
         sides.append(counts)
     for forward in (True, False):
         here, there = sides if forward else sides[::-1]
         routing, local = received(here), counted(there)
         if routing is not None and local == (routing.ids, routing.num_experts):
-            if routing.group != group or here.shape not in _shapes(routing):
+            if routing.group != group or routing.num_ranks != len(receive):
                 raise NotRoutedError(term, "its splits were counted for another group")
-            if there.shape not in _shapes(routing):
-                raise NotRoutedError(term, "its splits are not sums over the experts of a rank")
             return routing, forward
     raise NotRoutedError(term, "its splits are not counts of slots by rank")
 
 
-def _shapes(routing: Routing) -> tuple[Any, ...]:
-    """Of counts whose sum over the last dimension goes by rank."""
-    by_rank = (routing.num_ranks, routing.num_local)
-    return (by_rank, (routing.num_experts,)) if routing.num_local == 1 else (by_rank,)
-
-
 def repeated(term: Term) -> tuple[Term, int] | None:
     """(base, K) if every entry of `base` stands K times in a row in `term`."""
+    if term.op == "take" and (top_k := token_of_slot(term.args[1])) is not None:
+        num_slots = size_of((*term.args[0].shape[:1], top_k))
+        return (term.args[0], top_k) if term.shape[0] == num_slots else None
     if term.op != "view" or term.args[0].op != "expand":
         return None
     wide = term.args[0]
@@ -135,14 +131,28 @@ def ordered(place: Term) -> Term | None:
     return place.args[0] if place.op == "argsort" else None
 
 
+def token_of_slot(place: Term) -> int | None:
+    """K, if `place` holds the token of every slot: each of them K times in a row."""
+    if place.op == "iota":
+        return 1
+    if place.op == "floordiv" and place.args[0].op == "iota" and isinstance(place.args[1], int):
+        return place.args[1]
+    found = repeated(place)
+    return found[1] if found and bare(found[0]).op == "iota" else None
+
+
+def is_top_1(ids: Term) -> bool:
+    """Whether the slots are the tokens."""
+    return ids.shape[1:] == (1,)
+
+
 def token_of(place: Term) -> tuple[Term, int] | None:
     """ids and K, if `place` holds the tokens of their slots sorted by expert."""
     if place.op == "floordiv" and ordered(place.args[0]) and isinstance(place.args[1], int):
         return place.args[0].args[0], place.args[1]
     if place.op == "take" and (ids := ordered(place.args[1])):
-        found = repeated(place.args[0])
-        if found and found[0].op == "iota":
-            return ids, found[1]
+        top_k = token_of_slot(place.args[0])
+        return None if top_k is None else (ids, top_k)
     return None
 
 
@@ -187,4 +197,6 @@ def _sent_gather(term: Term) -> Sent:
         return Sent(ids, copies[0], None, copies[1])
     if ids is not None and values.shape[1:] in ((), (1,)):
         return Sent(ids, None, bare(values), None)
+    if ids is not None and is_top_1(ids) and len(values.shape) == 2:
+        return Sent(ids, values, None, 1)
     raise NotRoutedError(term, "it is no row of a slot sorted by expert")

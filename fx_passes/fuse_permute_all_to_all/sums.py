@@ -13,8 +13,8 @@ import torch
 from . import library_ops
 from .chunk_order import ChunkOrders, inverted
 from .routing import NotRoutedError, Routing
-from .slots import exchanged, ordered, sent, token_of
-from .term_rules import Term, bare, is_fill
+from .slots import exchanged, is_top_1, ordered, sent, token_of, token_of_slot
+from .term import Term, bare, is_fill
 
 NO_SUM = "it is no sum over the slots of a token"
 
@@ -23,10 +23,10 @@ NO_SUM = "it is no sum over the slots of a token"
 class Summed:
     """addend[t] + the sum over k of the row of (t, k) among `rows` [C, H] times weights[t, k].
 
-    `returned`: the all-to-all that brings them.
+    `rows`: one after another, by expert; `returned`: the all-to-all that brings them.
     """
 
-    rows: Term
+    rows: tuple[Term, ...]
     weights: Term | None
     addend: Term | None
     top_k: int
@@ -38,7 +38,7 @@ class Summed:
 class _Values:
     """A row for each slot, in some order; `dtypes` that it went through."""
 
-    rows: Term
+    rows: tuple[Term, ...]
     routing: Routing
     returned: Term
     weights: Term | None = None
@@ -55,10 +55,9 @@ def summed(term: Term, orders: ChunkOrders) -> Summed:
     while body.op == "cast":
         body = body.args[0]
     addend = None
-    if body.op == "add_at" and (found := token_of(body.args[1])) is not None:
-        base, _, sorted_values = body.args
-        ids, top_k = found
-        values = _sorted_values(sorted_values, orders)
+    if body.op == "add_at":
+        base, place, rows = body.args
+        values, ids, top_k = _added(place, rows, orders)
         addend = None if is_fill(base, 0) else base
     elif body.op == library_ops.UNPERMUTE and (own := library_ops.summed(body)) is not None:
         rows, weights, ids, top_k = own
@@ -71,7 +70,7 @@ def summed(term: Term, orders: ChunkOrders) -> Summed:
         ids = values.routing.ids
     else:
         raise NotRoutedError(term, NO_SUM)
-    dtype = values.rows.dtype
+    dtype = values.rows[0].dtype
     if ids is not values.routing.ids:
         raise NotRoutedError(body, "it sums over the slots of other ids")
     if term.dtype != dtype or (addend is not None and addend.dtype != dtype):
@@ -80,6 +79,18 @@ def summed(term: Term, orders: ChunkOrders) -> Summed:
     if any(torch.promote_types(d, dtype) != d for d in dtypes if d is not None and dtype):
         raise NotRoutedError(body, f"it rounds below {dtype} on the way")
     return Summed(values.rows, values.weights, addend, top_k, values.routing, values.returned)
+
+
+def _added(place: Term, rows: Term, orders: ChunkOrders) -> tuple[_Values, Term, int]:
+    """Values, ids and K of rows that are added to their tokens at `place`."""
+    if (found := token_of(place)) is not None:
+        return _sorted_values(rows, orders), *found
+    if (sorted_ids := ordered(place)) is not None and is_top_1(sorted_ids):
+        return _sorted_values(rows, orders), sorted_ids, 1
+    if (top_k := token_of_slot(place)) is not None:
+        values = _slot_values(rows, orders)
+        return values, values.routing.ids, top_k
+    raise NotRoutedError(place, NO_SUM)
 
 
 def _sorted_values(term: Term, orders: ChunkOrders) -> _Values:

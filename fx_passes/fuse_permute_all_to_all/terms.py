@@ -2,7 +2,8 @@
 
 Different spellings of one thing give one term: views of views are one view, copies and waits are
 what they copy, `x[i]`, `index_select` and `gather` are `take`; a write in place gives the tensor
-that is written a new term. `term_rules` has the spellings, `Terms` writes down what runs.
+that is written a new term. `term_rules` and `number_rules` have the spellings, `Terms` writes down
+what runs.
 
     ids.view(-1)[order]  ->  take(view(ids), argsort(ids)), shapes beside it
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compat import is_wait_with_backward, open_fakes, storage_of
 from ..graph import is_call
-from .term_rules import RULES, Rule, Term
+from .elements import elements_of, total
+from .number_rules import RULES
+from .term import Term
+from .term_rules import Rule
 
 # Sizes that a graph leaves open get numbers so unusual that nothing equals them by chance, and that
 # can be divided into ranks, heads and the like.
@@ -36,7 +42,7 @@ class Terms(TorchDispatchMode):
         self._made: dict[Any, Term] = {}
         self._term_of: dict[int, Term] = {}
         self._tensors: list[torch.Tensor] = []
-        self._number: dict[str, Term] = {}
+        self._numbers: dict[int, tuple[Any, Term]] = {}
         self.written: set[int] = set()
 
     def make(self, op: str, *args: Any, shape: Any = (), dtype: torch.dtype | None = None) -> Term:
@@ -53,7 +59,8 @@ class Terms(TorchDispatchMode):
                 self.set(value, self.unknown(value))
             return self._term_of[id(value)]
         if isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat):
-            return self._number.get(str(value.node.expr), str(value.node.expr))
+            known = self._numbers.get(id(value.node))
+            return known[1] if known else _plain(value)
         if isinstance(value, list | tuple):
             return tuple(map(self.of, value))
         return value if _is_hashable(value) else id(value)
@@ -63,10 +70,29 @@ class Terms(TorchDispatchMode):
         self._tensors.append(tensor)
         self._term_of[id(tensor)] = term
 
+    def count(self, number: torch.SymInt, term: Term) -> None:
+        """`number` was read from `term`; it may have other names once its size is known."""
+        self._numbers[id(number.node)] = number.node, self.make("item", term)
+
+    def add(self, number: torch.SymInt, parts: list[Any]) -> None:
+        """`number` is the sum of `parts`."""
+        found = [
+            elements_of(self.of(part)) for part in parts if isinstance(part, torch.SymInt) or part
+        ]
+        known = [each for each in found if each is not None]
+        term = total(self.make, list(itertools.chain.from_iterable(known)))
+        if len(known) == len(found) and term is not None:
+            self.count(number, term)
+
     def unknown(self, tensor: torch.Tensor) -> Term:
         """A term like no other."""
         number = len(self._made)
         return self.make("unknown", number, shape=_shape(tensor), dtype=tensor.dtype)
+
+    def sorts(self, x: Term) -> int:
+        """In how many ways `x` is sorted."""
+        keys = (key for key in self._made if key[0] == "argsort" and key[1][0] is x)
+        return len({args for _, args, *_ in keys})
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -76,7 +102,7 @@ class Terms(TorchDispatchMode):
         terms = [self.of(value) for value in values]
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.SymInt):
-            self._number[str(out.node.expr)] = self.make("item", *terms)
+            self.count(out, *terms)
         elif func._schema.is_mutable:
             self._write(func, values, terms)
         else:
@@ -101,8 +127,9 @@ class Terms(TorchDispatchMode):
         if rule is None:
             return None
 
-        def make(op: str, *parts: Any) -> Term:
-            return self.make(op, *parts, shape=_shape(out), dtype=out.dtype)
+        def make(op: str, *parts: Any, shape: Any = None, dtype: Any = None) -> Term:
+            shape = _shape(out) if shape is None else shape
+            return self.make(op, *parts, shape=shape, dtype=dtype or out.dtype)
 
         return rule(make, args, index)
 
@@ -134,7 +161,15 @@ def _place(tensor: torch.Tensor) -> str:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(n if isinstance(n, int) else str(n) for n in tensor.shape)
+    return tuple(_plain(n) for n in tensor.shape)
+
+
+def _plain(number: Any) -> Any:
+    """A number, or the name of an open one."""
+    if isinstance(number, torch.SymInt):
+        expr = number.node.expr
+        return int(expr) if expr.is_Integer else str(expr)
+    return number if isinstance(number, int) else str(number)
 
 
 def _is_hashable(value: Any) -> bool:
@@ -220,6 +255,8 @@ class _Reader(Interpreter):
         reading.writes[node] = terms.written
         if isinstance(value, torch.Tensor):
             reading.made[node], reading.tensors[node] = terms.of(value), value
+        if isinstance(value, torch.SymInt) and is_call(node, operator.add, torch.sym_sum):
+            terms.add(value, pytree.tree_leaves(self.map_nodes_to_values(node.args, node)))
         return value
 
     def _value(self, node: Node) -> Any:

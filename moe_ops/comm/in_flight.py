@@ -1,13 +1,15 @@
 """Exchanges that have been started and not yet waited for, each under its ticket.
 
 On CUDA an exchange runs on a stream of its own, so that what the caller launches next runs beside
-it. On the CPU it is over before `start` returns.
+it; but in the CUDA graphs of `torch.compile(mode="reduce-overhead")`, which keep account of the
+memory of one stream alone, on the caller's. On the CPU it is over before `start` returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import threading
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,12 +18,11 @@ import torch
 
 class _Exchange(NamedTuple):
     outputs: Sequence[torch.Tensor]
-    done: torch.cuda.Event | None  # None on the CPU
+    done: torch.cuda.Event | None  # None if the caller's stream, or the CPU, did it
 
 
 # By the address of the ticket, which exists as long as the exchange.
 _in_flight: dict[int, _Exchange] = {}
-_starting = threading.local()
 
 
 def start(run: Callable[[], Sequence[torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
@@ -30,18 +31,14 @@ def start(run: Callable[[], Sequence[torch.Tensor]], like: torch.Tensor) -> torc
     Returns the ticket, int64 [1] on the device of `like`, whose value means nothing.
     """
     ticket_1 = like.new_empty(1, dtype=torch.int64)
-    if like.device.type != "cuda":
+    if like.device.type != "cuda" or in_tree_of_graphs(like.device):
         _in_flight[ticket_1.data_ptr()] = _Exchange(run(), None)
         return ticket_1
     stream, caller = exchange_stream(like.device), torch.cuda.current_stream(like.device)
     stream.wait_stream(caller)
-    _starting.caller = caller
-    try:
-        with torch.cuda.stream(stream):
-            outputs, done = run(), torch.cuda.Event()
-            done.record(stream)
-    finally:
-        _starting.caller = None
+    with torch.cuda.stream(stream):
+        outputs, done = run(), torch.cuda.Event()
+        done.record(stream)
     _in_flight[ticket_1.data_ptr()] = _Exchange(outputs, done)
     return ticket_1
 
@@ -67,9 +64,15 @@ def wait(op: str, ticket_1: torch.Tensor) -> Sequence[torch.Tensor]:
     return exchange.outputs
 
 
-def calling_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which an operator was called that may have been started on the exchanges'."""
-    return getattr(_starting, "caller", None) or torch.cuda.current_stream(device)
+def in_tree_of_graphs(device: torch.device) -> bool:
+    """Whether Inductor warms up or captures a graph of its own: it does so on one stream."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    with contextlib.suppress(AssertionError):  # a thread that Inductor does not know
+        manager = trees.get_manager(device.index, create_if_none_exists=False)
+        return manager is not None and torch.cuda.current_stream(device) == manager.stream
+    return False
 
 
 def num_in_flight() -> int:

@@ -8,8 +8,10 @@ room, rows go through the inbox: a copy more.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ MAX_SMS = 64  # exchanges of two groups still fit
 MAX_TOKENS = (1 << 24) - 2  # and one more, for "too many", fits IdsArrived of csrc/exchange.cuh
 DEFAULT_WINDOW_OUTPUTS = 4  # of the greatest size
 _NUMBERS = 8  # of `World` in csrc/exchange.cuh, before the addresses
+_NUM_SMS = 4  # the place of `num_sms` among them
 _FAULTS = {
     1: "rank {peer} did not arrive: of its exchanges or parts expected {expected}, seen {seen}",
     2: "rank {peer} called another operator, or with other settings",
@@ -128,6 +131,23 @@ _workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace] = weakref.W
 def workspace(group_name: str) -> Workspace | None:
     """The workspace of a group that `create` was called for."""
     return _workspaces.get(resolve(group_name)) if group_name and _workspaces else None
+
+
+@contextlib.contextmanager
+def on_sms(group_name: str, num_sms: int) -> Iterator[None]:
+    """Have dispatch and combine, if the group has workspaces, run on `num_sms` multiprocessors, on
+    all ranks alike, when they are launched within the block; 0: on as many as otherwise.
+    """
+    space = workspace(group_name) if num_sms else None
+    if space is None:
+        yield
+        return
+    before = space.world[_NUM_SMS].item()
+    space.world[_NUM_SMS] = num_sms  # a launch copies the numbers
+    try:
+        yield
+    finally:
+        space.world[_NUM_SMS] = before
 
 
 def group_names() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import sys
 import threading
 from typing import Any
@@ -36,7 +35,7 @@ class Window:
         The current stream waits for what used the parts that have become free.
         """
         stream = torch.cuda.current_stream(self._memory.device)
-        if _in_tree_of_graphs(self._memory.device):
+        if in_flight.in_tree_of_graphs(self._memory.device):
             return None
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         size = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
@@ -68,17 +67,6 @@ class Window:
             else:
                 merged.append((start, end))
         self._free = merged
-
-
-def _in_tree_of_graphs(device: torch.device) -> bool:
-    """Whether Inductor warms up or captures a graph of its own: it does so on one stream."""
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None:
-        return False
-    with contextlib.suppress(AssertionError):  # a thread that Inductor does not know
-        manager = trees.get_manager(device.index, create_if_none_exists=False)
-        return manager is not None and in_flight.calling_stream(device) == manager.stream
-    return False
 
 
 class _Part:

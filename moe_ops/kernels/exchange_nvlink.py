@@ -6,7 +6,6 @@ Letters as in `moe_ops.ops.exchange_plan`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -31,24 +30,18 @@ def exchange_plan(
 ) -> list[torch.Tensor]:
     """The operator `exchange_plan`."""
     space = _workspace(group_name)
-    if max_tokens > space.max_tokens:  # on every rank: it is the same on all
-        raise ValueError(
-            f"exchange_plan: max_tokens must be at most {space.max_tokens}, with which "
-            f"comm.setup was called, got {max_tokens}"
-        )
-    return launch_plan(space, ids_TK, num_experts, max_tokens, copy_capacity, row_capacity)
+    return launch_plan(space, ids_TK, num_experts, copy_capacity, row_capacity)
 
 
 def launch_plan(
     space: nvlink.Workspace,
     ids_TK: torch.Tensor,
     num_experts: int,
-    max_tokens: int,
     copy_capacity: int | None,
     row_capacity: int | None,
 ) -> list[torch.Tensor]:
-    """The plan's tensors in the order of `layout.Plan`, splits_4P on the CPU. Waits for the device
-    unless both capacities are given.
+    """The plan's tensors in the order of `layout.Plan`. Waits for the device unless both capacities
+    are given.
     """
     if copy_capacity is None or row_capacity is None:
         launch_count(space, ids_TK, num_experts)
@@ -58,12 +51,7 @@ def launch_plan(
         return [*plan, torch.tensor(splits)]
     plan = new_plan(space, ids_TK, num_experts, copy_capacity, row_capacity)
     launch_place(space, ids_TK, num_experts, plan)
-    return [*plan, _equal_splits(space.num_ranks, max_tokens, ids_TK.shape[1]).clone()]
-
-
-@functools.lru_cache(maxsize=256)
-def _equal_splits(num_ranks: int, max_tokens: int, top_k: int) -> torch.Tensor:
-    return torch.tensor(layout.equal_splits(num_ranks, max_tokens, top_k))
+    return [*plan, ids_TK.new_empty(4, space.num_ranks, dtype=torch.int64)]
 
 
 def _num_columns(space: nvlink.Workspace, num_experts: int) -> int:

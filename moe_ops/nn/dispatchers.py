@@ -298,8 +298,8 @@ class AllToAllDispatcher(TokenDispatcher):
             copy_capacity=self.copy_capacity,
             row_capacity=self.row_capacity,
         )
-        _, _, send_P, recv_P = plan.splits_4P.unbind(0)
         if self.row_capacity is None:
+            _, _, send_P, recv_P = plan.splits_4P.unbind(0)
             slots = _Rows(*sort_slots(ids_TK, config.num_experts))
             num_rows = plan.slot_of_row_C.shape[0]
             return _Chunks(
@@ -328,11 +328,12 @@ class AllToAllDispatcher(TokenDispatcher):
         sent_P = layout.count(torch.where(sent_TK, rank_TK, -1), self.num_ranks)
         counts_before = torch.stack([sent_P, chunk_rows - sent_P]).int()
         rest_P = chunk_rows - plan.counts_PL.sum(1, keepdim=True)
+        splits_P = torch.full((self.num_ranks,), chunk_rows, device="cpu")
         return _Chunks(
             slots=slots,
             counts_before=counts_before,
-            send_P=send_P,
-            recv_P=recv_P,
+            send_P=splits_P,
+            recv_P=splits_P,
             num_received=num_slots,
             counts_after=torch.cat([plan.counts_PL, rest_P], dim=1).int(),
             num_rows=min(self.row_capacity, num_slots),

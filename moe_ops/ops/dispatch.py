@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 from .. import _library, checks, comm, layout
+from ..comm import nvlink
 from ..comm import wire as wire_formats
 from ..comm.collectives import all_to_all_rows, check_pairs
-from .exchange_plan import exchange_plan
+from .exchange_plan import exchange_plan, read_splits
 
 
 def dispatch(
@@ -130,7 +131,8 @@ def _check_plan(
         rule = f"plan.{name} must have the plan's D rows"
         checks.same_size(op, rule, getattr(plan, name).shape[0], plan.num_copies)
     checks.tensor(op, "plan.splits_4P", plan.splits_4P, 2, (torch.int64,))
-    checks.on_cpu(op, "plan.splits_4P", plan.splits_4P)
+    if nvlink.workspace(group_name) is None:
+        checks.on_cpu(op, "plan.splits_4P", plan.splits_4P)
     checks.same_size(op, "plan.splits_4P must have 4 rows", plan.splits_4P.shape[0], 4)
     checks.same_size(
         op,
@@ -197,7 +199,7 @@ def _dispatch_reference(
     wire: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plan = layout.Plan(*tensors)
-    send, receive = (layout.read_splits(splits) for splits in plan.splits_4P[:2])
+    send, receive, *_ = read_splits(plan, group_name)
     check_pairs("dispatch", send, receive, group_name)
     place_D = layout.places_received(plan.source_of_copy_D2[:, 0], receive)
     # The buffer to send holds (token, rank) pairs rank by rank; pair // P is the token.
@@ -229,7 +231,7 @@ def _combine_reference(
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plan = layout.Plan(*tensors)
-    send, receive = (layout.read_splits(splits) for splits in plan.splits_4P[:2])
+    send, receive, *_ = read_splits(plan, group_name)
     check_pairs("combine", receive, send, group_name)
     copy = layout.invert(
         layout.places_received(plan.source_of_copy_D2[:, 0], receive), sum(receive)

@@ -5,7 +5,8 @@ Private: `fx_passes.split_exchange` makes them.
     x_TH, weights_TK = combine_wait(combine_start(...), ...) = combine(...)
 
 A wait takes its start's tensors again: a compiled graph keeps them, unchanged, until an exchange
-that reads them is over.
+that reads them is over. A start says on how many multiprocessors the engine `nvlink` runs it, the
+same on all ranks; 0: as `comm.setup` said.
 
 Letters: as in `moe_ops.ops.dispatch`; T tokens here, D copies held here, H hidden, K top-k.
 
@@ -21,22 +22,34 @@ from typing import Any
 import torch
 
 from .. import _library, checks, kernels
-from ..comm import in_flight
+from ..comm import in_flight, nvlink
 
 
 def _define_halves(op: str) -> None:
-    """`op`_start, with the arguments of `op`, and `op`_wait, with its tensors and its outputs."""
+    """`op`_start, with the arguments of `op` and `num_sms`, and `op`_wait, with its tensors and its
+    outputs.
+    """
     whole = _library.info(op)
     arguments, outputs = whole.schema.removeprefix(op).split(" -> ")
     given = arguments.strip("()").split(", ")
     tensors = [argument for argument in given if argument.startswith("Tensor")]
     not_tensors = [""] * (len(given) - len(tensors))  # they change nothing of the outputs' shapes
+    group_at = given.index("str group_name")
+
+    def check_start(*args: Any) -> tuple[object, ...]:
+        *of_whole, num_sms = args
+        if not 0 <= num_sms <= nvlink.MAX_SMS:
+            most = nvlink.MAX_SMS
+            raise ValueError(f"{op}_start: num_sms must be from 0 to {most}, got {num_sms}")
+        return whole.check(*of_whole), num_sms
 
     @functools.wraps(whole.reference, assigned=())  # its parameters: `define` looks for the group
     def start(*args: Any) -> torch.Tensor:
+        *of_whole, num_sms = args
         like = _library.first_tensor(args)
-        run = kernels.choose(op, *args) if like.device.type == "cuda" else whole.reference
-        return in_flight.start(lambda: run(*args), like)
+        run = kernels.choose(op, *of_whole) if like.device.type == "cuda" else whole.reference
+        with nvlink.on_sms(of_whole[group_at], num_sms):
+            return in_flight.start(lambda: run(*of_whole), like)
 
     def start_fake(like: torch.Tensor, *rest: Any) -> torch.Tensor:
         return like.new_empty(1, dtype=torch.int64)
@@ -51,8 +64,8 @@ def _define_halves(op: str) -> None:
         return whole.fake(*rest, *not_tensors)
 
     _library.define(
-        f"{op}_start{arguments} -> Tensor ticket_1",
-        check=whole.check,
+        f"{op}_start{arguments.removesuffix(')')}, int num_sms) -> Tensor ticket_1",
+        check=check_start,
         reference=start,
         fake=start_fake,
         private=True,

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _library, checks, comm, layout
+from ..comm import nvlink
 from ..comm.collectives import all_gather, all_to_all_rows
 
 
@@ -83,6 +84,12 @@ def _check(
     if copy_capacity is not None and max_tokens == 0:
         raise ValueError(f"{op}: max_tokens must be positive with capacities, got {max_tokens}")
     num_tokens, top_k = ids_TK.shape
+    space = nvlink.workspace(group_name)
+    if space is not None and max_tokens > space.max_tokens:
+        raise ValueError(  # on every rank: it is the same on all
+            f"{op}: max_tokens must be at most {space.max_tokens}, with which comm.setup was "
+            f"called, got {max_tokens}"
+        )
     if max_tokens:
         checks.holds(
             op,
@@ -133,6 +140,7 @@ def _reference(
 ) -> list[torch.Tensor]:
     num_ranks, rank = comm.group_size(group_name), comm.group_rank(group_name)
     num_experts_here = num_experts // num_ranks
+    splits_4P = new_splits(ids_TK, group_name, exact=copy_capacity is None)
     ids_TK = ids_TK.long()
     sent_TP, headers = _announce(ids_TK, num_experts, group_name)
     copies_PP = headers[:, 1 : 1 + num_ranks]
@@ -145,7 +153,7 @@ def _reference(
     else:
         rule = f"exchange_plan: ids_TK must be in -1 .. E-1 = {num_experts - 1}"
         torch._assert_async(headers[:, 0].sum() == 0, f"{rule}, got others on some rank")
-        splits = layout.equal_splits(num_ranks, max_tokens, ids_TK.shape[1])
+        splits = equal_splits(group_name, max_tokens, ids_TK.shape[1])
         sent_TP = sent_TP & (place_TP < copy_capacity)
     copy_of_token_TP = torch.where(sent_TP, place_TP, -1)
 
@@ -172,8 +180,29 @@ def _reference(
         offsets_L,
         counts_PL.reshape(num_ranks, num_experts_here).int(),
         (wanted - fitting).int(),
-        torch.tensor(splits),
+        torch.tensor(splits) if splits_4P.is_cpu else splits_4P,
     ]
+
+
+def new_splits(ids_TK: torch.Tensor, group_name: str, exact: bool) -> torch.Tensor:
+    """splits_4P, not filled, where it belongs."""
+    nobody_reads = not exact and nvlink.workspace(group_name) is not None
+    device = ids_TK.device if nobody_reads else "cpu"
+    return torch.empty(4, comm.group_size(group_name), dtype=torch.int64, device=device)
+
+
+def equal_splits(group_name: str, max_tokens: int, top_k: int) -> list[list[int]]:
+    """splits_4P of capacity mode, as lists; of a group that has workspaces by what these hold."""
+    space = nvlink.workspace(group_name)
+    most = max_tokens if space is None else space.max_tokens
+    return layout.equal_splits(comm.group_size(group_name), most, top_k)
+
+
+def read_splits(plan: layout.Plan, group_name: str) -> list[list[int]]:
+    """splits_4P as lists, without a read from the GPU."""
+    if not plan.splits_4P.is_cpu:
+        return equal_splits(group_name, 0, plan.ids_DK.shape[1])
+    return [layout.read_splits(splits_P) for splits_P in plan.splits_4P]
 
 
 def _exchange_cards(
@@ -241,7 +270,7 @@ def _fake(
         index(experts_here),
         index(num_ranks, experts_here),
         index(2),
-        torch.empty(4, num_ranks, dtype=torch.int64),
+        new_splits(ids_TK, group_name, exact=copy_capacity is None),
     ]
 
 

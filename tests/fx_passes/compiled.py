@@ -5,7 +5,8 @@ Letters: T tokens, K top-k, F ffn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ PASSES = (
     "fuse_swiglu",
     "protect_exchange",
     "split_exchange",
+    "interleave_exchanges",
     "overlap_shared_experts",
     "defer_wgrad",
     "lower",
@@ -47,6 +49,16 @@ def ops_of(graph: Graph) -> list[str]:
 
 def passes_of(hook: str, **overrides: Any) -> Callable[[Graph], None]:
     return fx_passes.options(**overrides).get(hook, lambda graph: None)
+
+
+@contextlib.contextmanager
+def graph_caches(enabled: bool) -> Iterator[None]:
+    """Whether Inductor may take a graph's code from its caches; C++ kernels it always may."""
+    with (
+        torch._inductor.config.patch(fx_graph_cache=enabled),
+        torch._functorch.config.patch(enable_autograd_cache=enabled),
+    ):
+        yield
 
 
 class Backend:

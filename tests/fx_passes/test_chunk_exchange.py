@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fx_passes
 import moe_ops
 from moe_ops.nn import RouterConfig
 from tests.ranks import run_on_ranks
 
 from .compiled import OFF, Backend, make_layer, ops_of, step
+from .test_pipeline import needs_compiler
 
 EXCHANGES = ("exchange_plan", "dispatch", "combine")
 LAYERS: dict[str, dict[str, Any]] = {
@@ -68,6 +70,21 @@ def test_values_and_gradients_stay(name: str, num_chunks: int) -> None:
         assert sorted(forward) == sorted(num_chunks * EXCHANGES)
         assert sorted(backward) == sorted(num_chunks * EXCHANGES[1:])
         assert "rewrote exchange_plan" in said
+
+
+def _through_inductor(rank: int) -> None:
+    layer = make_layer(torch.float32, group=dist.group.WORLD)
+    options = fx_passes.options(chunk_exchange=2)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, options=options)
+    found = step(layer, compiled, 11 + rank)
+    for name, value in step(layer, layer, 11 + rank).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_chunks_have_sizes_of_their_own() -> None:
+    """Inductor takes what the graph says of unknown sizes at its word."""
+    run_on_ranks(2, _through_inductor, timeout_s=300)
 
 
 def test_with_the_other_passes_one_chunk_runs_under_anothers_exchange() -> None:

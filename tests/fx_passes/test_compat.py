@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.fx import Graph, GraphModule
@@ -14,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fx_passes.compat import (
     graph_backend,
+    inductor_backend,
     is_sum_by_inductor,
     is_wait_with_backward,
     open_fakes,
@@ -24,6 +27,7 @@ from fx_passes.compat import (
 from fx_passes.graph import find_calls
 
 from .captured import fake_ranks
+from .compiled import graph_caches
 
 MATMUL = torch.ops.aten.mm.default
 
@@ -77,7 +81,7 @@ def calls_in_code(run: Any) -> list[str]:
     """The sort and the matmuls, in the order of the generated code."""
     torch._dynamo.reset()
     args = trace()[1]
-    with fresh_cache():
+    with graph_caches(False):
         compiled = torch.compile(products, options={"post_grad_custom_post_pass": run})
         found, (code,) = run_and_get_code(compiled, *args)
     for value, wanted in zip(found, products(*args), strict=True):
@@ -104,7 +108,7 @@ def test_sums_by_inductor_are_told_from_the_models() -> None:
         return (x.sin() + x @ w)[:3] @ torch.addmm(x.cos(), x, w)
 
     torch._dynamo.reset()
-    with fresh_cache():
+    with graph_caches(False):
         torch.compile(function, options={"post_grad_custom_post_pass": look})(*trace()[1])
     assert sorted(found) == [False, True]
 
@@ -144,6 +148,39 @@ def test_graph_backend_keeps_what_inductor_would_compile() -> None:
         for graph in kept.values():
             assert find_calls(graph, torch.ops.aten.tan.default)
             assert not find_calls(graph, torch.ops.aten.sin.default)
+
+
+class Counts(CustomGraphPass):
+    """A pass that changes nothing. Its calls are the class's: what an instance holds is a part of
+    the caches' keys.
+    """
+
+    calls = 0
+
+    def __call__(self, graph: Graph) -> None:
+        Counts.calls += 1
+
+    def uuid(self) -> str:
+        return "counts"
+
+
+def test_inductor_backend_compiles_both_graphs_at_once_and_runs_every_pass() -> None:
+    """Those before autograd, too, when all is in the caches, which are kept."""
+    before = Counts.calls
+    options = {"pre_grad_custom_pass": Counts()}
+    x = torch.randn(4, requires_grad=True)
+    with fresh_cache():
+        for number in (1, 2):
+            torch._dynamo.reset()
+            counters.clear()
+            step = torch.compile(lambda x: x.cos().sin(), backend=inductor_backend(options))
+            y = step(x)
+            assert Counts.calls - before == number
+            found = counters["inductor"]
+            compiled = found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]
+            assert compiled == ((2, 0) if number == 1 else (0, 2)), "forward and backward"
+            (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+            torch.testing.assert_close(grad, -x.cos().cos() * x.sin())
 
 
 def test_open_fakes_have_numbers() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import pytest
 import torch
 
-import fx_passes
 from fx_passes.defer_wgrad import DeferWgrad, defer_wgrad_pass, find_wgrads
 from fx_passes.journal import Journal, listening
-from fx_passes.windows import Bounds, bounds_of, fillings
+from fx_passes.windows import Bounds, fillings
 
 from .windowed import Times, check_fills, check_refuses, combine, dispatch, kernels, trace
 
@@ -75,15 +75,6 @@ def test_defer_wgrad_moves_calls_that_are_not_short() -> None:
     check_fills(defer_wgrad_pass, backward, times, expected, 1, bounds)
 
 
-def test_defer_wgrad_has_bounds() -> None:
-    bounds = DeferWgrad(max_bytes=7)
-    assert bounds_of(DeferWgrad, True) == DeferWgrad()
-    assert bounds_of(DeferWgrad, bounds) is bounds
-    assert bounds_of(DeferWgrad, {"max_bytes": 7}) == bounds, "as JSON holds them"
-    with pytest.raises(ValueError, match="among \\[max_bytes, min_us\\], got most_bytes"):
-        fx_passes.options(defer_wgrad={"most_bytes": 7})
-
-
 def stacked(x, ids, w):
     """Two layers: more than the first one's windows need is left for the second's."""
     grads = []
@@ -141,7 +132,8 @@ def test_defer_wgrad_keeps_to_its_memory(caplog: pytest.LogCaptureFixture) -> No
     times = {"dispatch_start": 10.0, "mm_1": 4.0}
     module, _ = trace(wide)
     assert defer_wgrad_pass(module.graph, Times(times), DeferWgrad(max_bytes=2**20)) == 1
-    grown = next(bound for bound in range(0, 2**20, 4) if _moves(times, bound))
+    bounds = range(0, 2**20, 4)
+    grown = bounds[bisect.bisect_left(bounds, 1, key=lambda bound: _moves(times, bound))]
     assert 0 < grown < 7 * 512 * 4, "what the exchange makes, not what lives anyway"
     reason = f"mm would raise the peak by {grown} bytes"
     check_refuses(defer_wgrad_pass, wide, times, reason, caplog, DeferWgrad(max_bytes=grown - 4))

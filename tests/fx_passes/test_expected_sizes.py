@@ -11,7 +11,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
-from fx_passes.expected_sizes import expected_copies, expected_sizes
+from fx_passes.expected_sizes import expected_copies, expected_sizes, plan_of
+from tests.nn.layers import capacity_fields
 
 from .captured import NUM_TOKENS, capture, capture_layer, fake_ranks, only
 from .compiled import make_layer
@@ -74,6 +75,25 @@ def test_size_that_nothing_tells_is_not_zero() -> None:
         forward, _ = capture(select, torch.randn(8, requires_grad=True))
     ((known, number),) = set(unknown_sizes(forward).values())
     assert not known and number > 0
+
+
+@pytest.mark.parametrize("mode", ["exact", "capacity"])
+def test_rows_that_were_told(mode: str) -> None:
+    fields = capacity_fields(NUM_TOKENS) if mode == "capacity" else {}
+    with fake_ranks(2) as group:
+        graphs = capture_layer(group, **fields)
+    for graph in graphs:
+        (told, *_), (found, *_) = (
+            [expected_sizes(graph, rows).rows(plan) for plan in map(plan_of, graph.nodes) if plan]
+            for rows in (40, None)
+        )
+        assert (told, found) == (40, 2 * NUM_TOKENS)
+        sizes = expected_sizes(graph, 40)
+        if mode == "capacity":
+            (share,) = set(sizes.shares.values())
+            assert share == 40 / (2 * 2 * NUM_TOKENS)
+        else:
+            assert 40 in sizes.numbers.values()
 
 
 def test_expected_copies() -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fx_passes import explain_command
+from fx_passes import demo_model
 from moe_ops import cli
-from tests.installed import ROOT, write_metadata
+from tests.installed import write_metadata
 
 TINY = ["--hidden=16", "--ffn=8", "--layers=1", "--heads=2", "--experts=4", "--batch=2"]
 TINY += ["--context=8", "--device=cpu"]
@@ -27,21 +25,12 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-def test_explains_on_two_processes(installed: Path) -> None:
+def test_explains_on_two_processes(installed: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trace = installed / "trace.json"
-    command = [sys.executable, "-m", "moe_ops", "explain", *TINY, "--trace", str(trace)]
-    command += ["--without", "fuse_swiglu"]
-    path = os.pathsep.join((str(ROOT), str(installed)))
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    argv = ["explain", *TINY, "--trace", str(trace), "--without", "fuse_swiglu"]
+    status, said = cli.main(argv), capfd.readouterr()
+    assert status == 0, said.err
+    lines = said.out.splitlines()
     assert sum(line == "calls after the passes" for line in lines) == 1, "rank 0 alone prints"
     assert not any("fuse_swiglu" in line for line in lines)
     assert any("dispatch_start" in line for line in lines)
@@ -61,7 +50,7 @@ def test_explains_on_two_processes(installed: Path) -> None:
 )
 def test_rejects_wrong_use(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["explain", *TINY, "--world-size=2", option]
-    assert cli.main(argv) == explain_command.WRONG_USE
+    assert cli.main(argv) == demo_model.WRONG_USE
     assert message in capsys.readouterr().err
 
 
@@ -71,7 +60,7 @@ def test_asks_for_matplotlib_first(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    monkeypatch.setattr(explain_command.torch_mp, "start_processes", _must_not_start)
+    monkeypatch.setattr(demo_model.torch_mp, "start_processes", _must_not_start)
     assert cli.main(["explain", *TINY, "--picture", "p.png"]) == 1
     assert "explain: needs matplotlib; run: pip install" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -11,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import run_and_get_code
+from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fx_passes
@@ -23,7 +26,7 @@ from moe_ops.testing import assert_close, assert_equal
 from tests.nn.layers import capacity_fields, make_config, make_layer
 from tests.ranks import run_on_ranks
 
-from .compiled import Backend
+from .compiled import Backend, graph_caches
 from .windowed import combine, dispatch, kernels, trace
 
 AUX = {"balancing": ("aux",), "aux_loss_coeff": 0.01}
@@ -68,18 +71,26 @@ def make_stack(
 
 
 @pytest.fixture
-def fake_group() -> Iterator[Any]:
-    """Two ranks, of which only this one exists."""
+def fake_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Two ranks, of which only this one exists. As values mean nothing, they are zeros: Inductor's
+    own kernels are not compiled.
+    """
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *source: lambda *args: None)
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", _zeros)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+def _zeros(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype).zero_()
 
 
 def code_of(run: Callable[[Any], Any], model: nn.Module) -> list[list[str]]:
     """The lines of the generated code of each graph."""
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, options=fx_passes.options())
-    with fresh_cache():
+    with graph_caches(False):
         _, codes = run_and_get_code(run, compiled)
     return [code.split("def call(")[-1].splitlines() for code in codes]
 
@@ -195,17 +206,44 @@ def _step(model: Stack, function: Callable[..., Any], num_tokens: int) -> dict[s
     return found
 
 
+class TwoOrders(Backend):
+    """A model is traced once; what runs is its graph with the order of the passes or, unless
+    `moving`, without.
+    """
+
+    def __init__(self) -> None:
+        self.left, self.moving = Backend(**ORDER_LEFT), True
+        super().__init__()
+
+    def _keep(self, graphs: list[Graph]) -> Any:
+        compile_moved = super()._keep(graphs)
+        left_graphs = self.left.forward if graphs is self.forward else self.left.backward
+        compile_left = self.left._keep(left_graphs)
+
+        def compiler(module: GraphModule, inputs: Any) -> Any:
+            left = compile_left(copy.deepcopy(module), inputs)
+            moved = compile_moved(module, inputs)
+
+            def run(args: list[Any]) -> Any:
+                return (moved if self.moving else left)(args)
+
+            run._boxed_call = True
+            return run
+
+        return compiler
+
+
 def _moved_on_rank(rank: int, fields: dict[str, Any]) -> list[list[str]]:
     """The passes change no bit; the kernels of the graphs they leave."""
     model = make_stack(dist.group.WORLD, router=AUX, dtype=torch.float64, **fields)
-    moved, left = Backend(), Backend(**ORDER_LEFT)
-    results = [
-        _step(model, backend.compile(model, dynamic=True), 9 + 4 * rank)
-        for backend in (moved, left)
-    ]
+    orders = TwoOrders()
+    compiled, results = orders.compile(model, dynamic=True), []
+    for orders.moving in (True, False):
+        results.append(_step(model, compiled, 9 + 4 * rank))
     for name, value in results[0].items():
         assert_equal(name, value, results[1][name])
-    graphs = [*moved.forward, *moved.backward, *left.forward, *left.backward]
+    left = orders.left
+    graphs = [*orders.forward, *orders.backward, *left.forward, *left.backward]
     return [kernels(graph).split() for graph in graphs]
 
 
@@ -228,9 +266,10 @@ def _compiled_on_rank(rank: int) -> None:
     model = make_stack(dist.group.WORLD)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, options=fx_passes.options())
-    expected = _step(model, model, 9 + 4 * rank)
+    # As many tokens on both ranks: kernels are the same, and each is compiled once.
+    expected = _step(model, model, 11)
     for _ in range(2):
-        found = _step(model, compiled, 9 + 4 * rank)
+        found = _step(model, compiled, 11)
         for name, value in found.items():
             assert_close(name, value, expected[name].double())
 

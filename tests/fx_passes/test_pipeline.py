@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,17 +20,6 @@ from .compiled import POST_GRAD as HOOK
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="no compiler for Inductor's C++"
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OneMoreSetting(fx_passes.PassConfig):
-    chunk_exchange: int = 1
-
-
-@pytest.fixture
-def one_more_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration with a number in it, whatever passes exist."""
-    monkeypatch.setattr(pipeline, "PassConfig", OneMoreSetting)
 
 
 @pytest.fixture
@@ -70,7 +57,8 @@ def test_passes_run_in_order() -> None:
         JOINT: ["protect_exchange", "recompute_rows", "recompute_activation"],
         HOOK: [
             *("fuse_swiglu", "fold_permute_grouped_mm", "place_in_window", "split_exchange"),
-            *("overlap_shared_experts", "defer_wgrad", "lower", "pin_order"),
+            *("interleave_exchanges", "overlap_shared_experts", "defer_wgrad", "lower"),
+            "pin_order",
         ],
     }
 
@@ -89,11 +77,17 @@ def test_chunks_are_counted() -> None:
     assert pipeline.name_of_pass(chunk) == "chunk_exchange"
     assert {field.name for field in dataclasses.fields(fx_passes.PassConfig)} == {
         *OFF,
-        "chunk_exchange",
+        *("chunk_exchange", "num_comm_sms", "expected_rows", "cost_model"),
     }
-    for number in (0, -1, 1.5, False):
-        with pytest.raises(ValueError, match="chunk_exchange must be a positive number, got"):
-            fx_passes.options(chunk_exchange=number)
+
+
+def test_exchanges_run_on_so_many_multiprocessors() -> None:
+    only = {**OFF, "split_exchange": True}
+    (default, _), (split, _) = (
+        fx_passes.options(**only, num_comm_sms=number)[HOOK].passes for number in (None, 8)
+    )
+    assert pipeline.name_of_pass(split) == "split_exchange"
+    assert (default.keywords, split.keywords) == ({"num_sms": 0}, {"num_sms": 8})
 
 
 def test_equal_settings_give_equal_options() -> None:
@@ -118,9 +112,9 @@ def test_compile_cache_holds_until_sources_change(
         assert cache_hits() == 0, name
 
 
-@pytest.mark.usefixtures("one_more_setting")
-def test_uuid_covers_settings() -> None:
-    uuids = {fx_passes.options(chunk_exchange=n)[HOOK].uuid() for n in (1, 1, 2)}
+@pytest.mark.parametrize("name", ["chunk_exchange", "num_comm_sms"])
+def test_uuid_covers_settings(name: str) -> None:
+    uuids = {fx_passes.options(**{name: n})[HOOK].uuid() for n in (1, 1, 2)}
     assert len(uuids) == 2
 
 
@@ -144,35 +138,6 @@ def test_composite_runs_passes_in_order_and_lints() -> None:
     assert seen == ["a", "b"]
     with pytest.raises(RuntimeError, match="stray"):
         composite(orphan)(graph)
-
-
-@pytest.mark.usefixtures("one_more_setting")
-def test_reads_json_and_overrides_win(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.json"
-    path.write_text(json.dumps({"chunk_exchange": 4, "lower": False}))
-    for config in (path, str(path)):
-        settings = fx_passes.options(config, chunk_exchange=2)[HOOK].config
-        assert settings == OneMoreSetting(chunk_exchange=2, lower=False)
-
-
-@pytest.mark.usefixtures("one_more_setting")
-def test_rejects_unknown_settings(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.json"
-    path.write_text('{"chunks": 4}')
-    fields = "fuse_permute_all_to_all, chunk_exchange, fold_permute_grouped_mm, fuse_swiglu, "
-    fields += "protect_exchange, split_exchange, overlap_shared_experts, defer_wgrad, lower"
-    known = rf"among \[{fields}\], got"
-    with pytest.raises(ValueError, match=rf"options: .*{known} fuse_all, fuse_some"):
-        fx_passes.options(fuse_some=True, fuse_all=True)
-    with pytest.raises(ValueError, match=rf"tuned.json: .*{known} chunks"):
-        fx_passes.options(path)
-
-
-def test_rejects_json_that_is_no_object(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.json"
-    path.write_text("[1]")
-    with pytest.raises(ValueError, match=r"must hold one JSON object, got \[1\]"):
-        fx_passes.options(path)
 
 
 def test_merges_inductor_options() -> None:

@@ -66,7 +66,7 @@ class World:
         experts = settings.num_experts
 
         def at_once(space: Workspace, ids_TK: torch.Tensor) -> list[torch.Tensor]:
-            sizes = (settings.max_tokens, settings.copy_capacity, settings.row_capacity)
+            sizes = (settings.copy_capacity, settings.row_capacity)
             return kernels.launch_plan(space, ids_TK, experts, *sizes)
 
         def rest(space: Workspace, ids_TK: torch.Tensor) -> list[torch.Tensor]:
@@ -200,7 +200,7 @@ def test_exchange_handles_long_and_short_rows() -> None:
         memory = torch.zeros(space.num_bytes(), dtype=torch.uint8, device="cuda")
         space.use(memory, [memory.data_ptr()])
         ids_TK = torch.randint(-1, 4, (70, 2), device="cuda")
-        plan = Plan(*kernels.launch_plan(space, ids_TK, 4, 70, 80, 200))
+        plan = Plan(*kernels.launch_plan(space, ids_TK, 4, 80, 200))
         x_TH = torch.randn(70, width, device="cuda").bfloat16()
         rows_DH, _ = kernels.launch_dispatch(space, x_TH, None, plan)
         y_TH, _ = kernels.launch_combine(space, rows_DH, None, None, plan)
@@ -213,7 +213,7 @@ def test_exchange_takes_tensors_at_odd_addresses() -> None:
     world = World(1, 0)
     (space,) = world.spaces
     ids_TK = torch.zeros(6, 4, dtype=torch.int32, device="cuda")
-    plan = Plan(*kernels.launch_plan(space, ids_TK, 1, 6, 6, 24))
+    plan = Plan(*kernels.launch_plan(space, ids_TK, 1, 6, 24))
 
     def odd(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         size = torch.Size(shape).numel()
@@ -303,7 +303,7 @@ def test_fp8_wires_handle_long_and_short_rows(dtype: torch.dtype, wire: str) -> 
         memory = torch.zeros(space.num_bytes(), dtype=torch.uint8, device="cuda")
         space.use(memory, [memory.data_ptr()])
         ids_TK = torch.randint(-1, 4, (70, 2), device="cuda")
-        plan = Plan(*kernels.launch_plan(space, ids_TK, 4, 70, 80, 200))
+        plan = Plan(*kernels.launch_plan(space, ids_TK, 4, 80, 200))
         x_TH = rows_of_all_kinds(70, width, dtype, seed=width).cuda()
         arrive_TH = dequantize(*quantize(x_TH, wire == "fp8_pow2"), dtype)
         token_D = plan.source_of_copy_D2[:, 1]
@@ -317,7 +317,7 @@ def test_fp8_wires_are_captured(wire: str) -> None:
     world = World(1, 1 << 20)
     (space,) = world.spaces
     ids_TK = torch.zeros(64, 4, dtype=torch.int32, device="cuda")
-    plan = Plan(*kernels.launch_plan(space, ids_TK, 1, 64, 64, 256))
+    plan = Plan(*kernels.launch_plan(space, ids_TK, 1, 64, 256))
     x_TH = torch.zeros(64, MAX_HIDDEN, dtype=torch.bfloat16, device="cuda")
     (rows_DH, _), replay = captured(lambda: kernels.launch_dispatch(space, x_TH, None, plan, wire))
     for seed in range(3):

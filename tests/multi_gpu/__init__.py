@@ -199,6 +199,9 @@ def results_of(case: Case, rank: int, group: dist.ProcessGroup) -> dict[str, tor
             results[f"{what}, output {number}"] = first
     for what, tensor, was in zip(results, tensors, before):
         assert_equal(f"{what} after its use", tensor, was)
+    if not plan.splits_4P.is_cpu:
+        assert case.mode != "exact", "it holds nothing"
+        del results["splits_4P"]
     return results
 
 
@@ -222,7 +225,7 @@ def check_engines_agree(rank: int, case: Case, group: str = "nvlink") -> dict[st
         assert_equal(f"{case}: {name}", value, expected[name])
         if name.startswith("combine"):
             assert value.isfinite().all(), f"{case}: {name}"
-    plan = Plan(*list(found.values())[: len(dataclasses.fields(Plan))])
+    plan = Plan(*list(expected.values())[: len(dataclasses.fields(Plan))])
     check_overflow(case, rank, plan)
     return found
 

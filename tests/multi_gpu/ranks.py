@@ -191,6 +191,7 @@ def _work_alone(
         os.dup2(output.fileno(), 2)
     # NCCL's watchdog would abort the process over a dead context, before it can tell why.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     exitcode = 1
     try:

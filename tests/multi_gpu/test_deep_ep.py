@@ -138,7 +138,7 @@ def _beside_nvlink(rank: int) -> None:
     expected = _results(CAPACITY, rank, groups().nccl)
     for _ in range(20):
         starts = [(given.x_TH, given.weights_TK, plan.tensors()) for plan in plans]
-        tickets = [OPS.dispatch_start(*args, n, "full") for args, n in zip(starts, names)]
+        tickets = [OPS.dispatch_start(*args, n, "full", 0) for args, n in zip(starts, names)]
         assert in_flight.num_in_flight() == len(both)
         for ticket, args in zip(tickets, starts):
             for number, value in enumerate(OPS.dispatch_wait(ticket, *args)):

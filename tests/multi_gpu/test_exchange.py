@@ -219,9 +219,10 @@ def _in_flight(rank: int) -> None:
     inputs = [case.inputs(rank) for case in cases]
     plans = [plan_of(case, rank, group) for case in cases]
     expected = [results_of(case, rank, groups().nccl) for case in cases]
-    for _ in range(20):
+    for number in range(20):
+        num_sms = (0, 3, 32, 64)[number % 4]
         starts = [(i.x_TH, i.weights_TK, plan.tensors()) for i, plan in zip(inputs, plans)]
-        tickets = [OPS.dispatch_start(*args, name, "full") for args in starts]
+        tickets = [OPS.dispatch_start(*args, name, "full", num_sms) for args in starts]
         assert in_flight.num_in_flight() == len(cases)
         for ticket, args, wanted in zip(tickets, starts, expected):
             rows_DH, weights_DK = OPS.dispatch_wait(ticket, *args)
@@ -231,7 +232,7 @@ def _in_flight(rank: int) -> None:
             (*case.outputs(plan, rank), given.addend_TH, plan.tensors())
             for case, plan, given in zip(cases, plans, inputs)
         ]
-        tickets = [OPS.combine_start(*args, name) for args in ends]
+        tickets = [OPS.combine_start(*args, name, num_sms) for args in ends]
         for ticket, args, wanted in zip(tickets, ends, expected):
             out_TH, weights_TK = OPS.combine_wait(ticket, *args)
             assert_equal("out_TH", out_TH, wanted["combine, output 0"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops import _library, exchange_plan
+from moe_ops.comm import nvlink
 from moe_ops.layout import Plan
+from moe_ops.ops.exchange_plan import read_splits
 from moe_ops.testing import SKEWS, assert_equal, make_ids
 from tests.ranks import expect_error_on_ranks, run_on_ranks
 
@@ -275,3 +279,23 @@ def test_exchange_plan_rejects_id_out_of_range_in_capacity_mode_on_every_rank() 
     for name, text in expect_error_on_ranks(2, _capacity_mode_id_is_wrong):
         assert name == "RuntimeError"
         assert "exchange_plan: ids_TK must be in -1 .. E-1 = 7" in text
+
+
+def test_splits_of_a_group_with_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are as long as these allow, whatever `max_tokens` is, and nothing holds that."""
+    monkeypatch.setattr(nvlink, "workspace", {"": mock.Mock(max_tokens=6)}.get)
+    ids_TK = torch.tensor([[2, 0], [0, 1], [2, -1], [0, 2]])
+    limits = {"max_tokens": 4, "copy_capacity": 4, "row_capacity": 8}
+    plan = exchange_plan(ids_TK, 3, group=None, **limits)
+    on_gpu = dataclasses.replace(plan, splits_4P=plan.splits_4P.to("meta"))
+    assert read_splits(on_gpu, "") == [[6], [6], [12], [12]]
+    exact = exchange_plan(ids_TK, 3, group=None)
+    assert read_splits(exact, "") == [[4], [4], [7], [7]]
+    x_TH = torch.arange(8.0).view(4, 2)
+    run = {op: _library.info(op).reference for op in ("dispatch", "combine")}
+    rows_DH, _ = run["dispatch"](x_TH, None, on_gpu.tensors(), "", "full")
+    assert rows_DH.equal(x_TH)
+    back_TH, _ = run["combine"](rows_DH, None, None, on_gpu.tensors(), "")
+    assert back_TH.equal(x_TH)
+    with pytest.raises(ValueError, match=r"max_tokens must be at most 6, with which comm\.setup"):
+        exchange_plan(ids_TK, 3, group=None, **{**limits, "max_tokens": 7})

@@ -1,0 +1,115 @@
+"""Exchanges of which neither needs the other take turns, so that one passes under the other's work.
+
+    start a1, wait a1, f(a1), start a2, wait a2        start a1, start b1, wait a1, f(a1), start a2,
+    start b1, wait b1, f(b1), start b2, wait b2   ->   wait b1, f(b1), start b2, wait a2, wait b2
+
+as those of two micro-batches in one graph do, or of the chunks of a layer; forward and backward.
+First come exchanges that need no other, then those that need one, and so on. What an exchange needs
+is computed right before it starts; the rest, gradients of weights among it, after the exchange that
+it came after, once its inputs are there. The order follows from the graph alone, neither from sizes
+nor from costs, so that it is the same on all ranks.
+
+What changes a tensor in place or draws random numbers keeps its place among what touches the same
+tensor, or draws. It refuses exchanges that are in turn already, as those of a single batch are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from torch.fx import Graph, Node
+
+from .aliases import changed_roots, draws, roots_of
+from .graph import is_call, rewrite_matches
+from .windows import STARTS, WAITS
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """The starts of a graph's exchanges, in order and by turns. `before`: what has to precede each
+    node of the graph.
+    """
+
+    starts: tuple[Node, ...]
+    turns: tuple[Node, ...]
+    before: dict[Node, list[Node]] = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{len(self.starts)} exchanges"
+
+
+def find_turns(graph: Graph) -> list[Match]:
+    """All exchanges of the graph, if there are any."""
+    starts = tuple(node for node in graph.nodes if is_call(node, *STARTS))
+    before = _before(list(graph.nodes))
+    num_needed: dict[Node, int] = {}  # exchanges in the longest chain of them up to a node
+    for node in graph.nodes:
+        longest = max((num_needed[each] for each in before[node]), default=0)
+        num_needed[node] = longest + is_call(node, *STARTS)
+    turns = tuple(sorted(starts, key=num_needed.__getitem__))
+    return [Match(starts, turns, before)] if starts else []
+
+
+def _before(order: Sequence[Node]) -> dict[Node, list[Node]]:
+    roots = roots_of(order)
+    changed = changed_roots(order, roots)
+    last: dict[object, Node] = {}
+    before: dict[Node, list[Node]] = {}
+    for node in order:
+        inputs = node.all_input_nodes
+        touched: set[object] = {roots[each] for each in (node, *inputs) if roots[each] in changed}
+        if draws(node):
+            touched.add(draws)
+        before[node] = [*inputs, *(last[each] for each in touched if each in last)]
+        last |= dict.fromkeys(touched, node)
+    return before
+
+
+def why_not(match: Match) -> str | None:
+    """Why the exchanges stay in order."""
+    return "the exchanges are in turn" if match.starts == match.turns else None
+
+
+def rewrite(match: Match) -> None:
+    """Put the nodes in the order of the turns."""
+    order = list(match.before)
+    turn = {start: number for number, start in enumerate(match.turns)}
+    needed = _turn_needed(match, turn)
+    place: dict[Node, tuple[int, bool]] = {}  # the turn, and whether it is after the start
+    latest = -1
+    for node in order:
+        if node.op in ("placeholder", "get_attr"):
+            place[node] = -1, False
+        elif node.op == "output":
+            place[node] = len(turn), True
+        elif node in needed:
+            place[node] = needed[node], False
+        else:
+            after = [latest, *(place[each][0] for each in match.before[node])]
+            if is_call(node, *WAITS):  # nor is anything gained by waiting before the next starts
+                after.append(min(turn[node.all_input_nodes[0]] + 1, len(turn) - 1))
+            place[node] = max(after), True
+        latest = turn.get(node, latest)
+    order.sort(key=place.__getitem__)
+    for node, following in itertools.pairwise(order):
+        if node.next is not following:
+            node.append(following)
+
+
+def _turn_needed(match: Match, turn: dict[Node, int]) -> dict[Node, int]:
+    """The first turn for which a node is needed, of all that are."""
+    needed: dict[Node, int] = {}
+    for node in reversed(match.before):
+        if node in turn:
+            needed[node] = turn[node]
+        if node in needed:
+            for each in match.before[node]:
+                needed[each] = min(needed.get(each, len(turn)), needed[node])
+    return needed
+
+
+def interleave_exchanges_pass(graph: Graph) -> int:
+    """The rewrite; 1 if exchanges change places."""
+    return rewrite_matches("interleave_exchanges", graph, find_turns(graph), why_not, rewrite)

@@ -1,0 +1,44 @@
+"""Find the fastest settings of the passes for the demo's model, on this machine.
+
+`explain --config`, and `fx_passes.options(config=...)`, read the file that it writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from . import demo_model
+from .tune import progress_bar, tune
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, how long, and where results go."""
+    demo_model.add_arguments(parser)
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds to try settings")
+    parser.add_argument("--out", default="tuned.json", help="JSON file for the settings")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune on as many processes as share the experts; returns the exit status."""
+    progress_bar()  # better an error now than after the processes have started
+    if not args.budget > 0:
+        print(f"tune: budget must be positive, got {args.budget}", file=sys.stderr)
+        return demo_model.WRONG_USE
+    if not Path(args.out).absolute().parent.is_dir():
+        print(f"tune: out must lie in a folder that exists, got {args.out}", file=sys.stderr)
+        return demo_model.WRONG_USE
+    doing = f"compiling the model with one setting after another, about {args.budget:g} s,"
+    return demo_model.run(args, _work, doing)
+
+
+def _work(
+    rank: int, args: argparse.Namespace, model: torch.nn.Module, tokens_BT: torch.Tensor
+) -> None:
+    tuned = tune(model, tokens_BT, budget_s=args.budget, path=args.out, **demo_model.how(args))
+    if rank == 0:
+        print(tuned)
+        print(f"written to {args.out}")

@@ -1,0 +1,156 @@
+"""Exchanges that need not wait for each other take turns."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fx_passes.interleave_exchanges import find_turns, interleave_exchanges_pass
+from moe_ops.comm import in_flight
+from moe_ops.testing import assert_close, assert_equal
+from tests.nn.layers import capacity_fields
+from tests.ranks import run_on_ranks
+
+from .compiled import Backend
+from .test_pin_order import AUX, Stack, make_stack
+from .windowed import combine, dispatch, kernels, trace
+
+
+def batch(x, ids, w):
+    """Two layers: a matmul, experts, a matmul."""
+    for _ in range(2):
+        rows, plan = dispatch(x @ w, ids)
+        x = combine(rows @ w, plan)
+    return x
+
+
+def two_batches(x, ids, w):
+    return batch(x, ids, w), batch(x * 2, ids, w)
+
+
+def test_batches_take_turns() -> None:
+    """Every wait but the first has the other batch's matmul before it, since its start."""
+    module, args = trace(two_batches)
+    results = module(*args)
+    names = [node.name for node in module.graph.nodes]
+    assert interleave_exchanges_pass(module.graph) == 1
+    module.graph.lint()
+    module.recompile()
+    assert sorted(names) == sorted(node.name for node in module.graph.nodes)
+    layer = [
+        *("mm dispatch_start", "mm dispatch_start"),
+        *("dispatch_wait mm combine_start", "dispatch_wait mm combine_start"),
+    ]
+    later = [f"combine_wait {layer[0]}", f"combine_wait {layer[1]}", *layer[2:]]
+    expected = " ".join((*layer, *later, "combine_wait combine_wait"))
+    assert kernels_without_numbers(module.graph) == expected
+    for number, (found, wanted) in enumerate(zip(module(*args), results, strict=True)):
+        assert_equal(f"result {number}", found, wanted)
+    assert in_flight.num_in_flight() == 0
+    before = str(copy.deepcopy(module.graph))
+    assert interleave_exchanges_pass(module.graph) == 0
+    assert str(module.graph) == before
+
+
+def kernels_without_numbers(graph: torch.fx.Graph) -> str:
+    names = kernels(graph).split()
+    return " ".join("mm" if name.startswith("mm") else name for name in names)
+
+
+def with_a_gradient(x, ids, w):
+    """The matmul `mm`, which no exchange needs, comes after the first exchange, and stays there."""
+    rows, plan = dispatch(x, ids)
+    gradient = rows.t() @ rows
+    y = combine(rows * 2, plan)
+    rows, plan = dispatch(x * 2, ids)
+    return y, combine(rows * 3, plan), gradient
+
+
+def test_the_rest_stays_behind_the_exchange_it_followed() -> None:
+    module, _ = trace(with_a_gradient)
+    assert interleave_exchanges_pass(module.graph) == 1
+    assert kernels_without_numbers(module.graph) == (
+        "dispatch_start dispatch_start dispatch_wait combine_start mm dispatch_wait combine_start "
+        "combine_wait combine_wait"
+    )
+
+
+def test_what_is_written_or_drawn_keeps_its_order() -> None:
+    def function(x, ids, w):
+        counter = w.clone()
+        results = []
+        for number in range(2):
+            rows, plan = dispatch(torch.rand_like(x), ids)
+            counter.add_(number + rows.sum())
+            results += [combine(rows * counter.sum(), plan), torch.rand_like(x)]
+        return results
+
+    module, args = trace(function)
+    torch.manual_seed(1)
+    results = module(*args)
+    assert interleave_exchanges_pass(module.graph) == 1
+    module.recompile()
+    torch.manual_seed(1)
+    for number, (found, wanted) in enumerate(zip(module(*args), results, strict=True)):
+        assert_equal(f"result {number}", found, wanted)
+
+
+def test_refuses_exchanges_in_turn(caplog: pytest.LogCaptureFixture) -> None:
+    module, _ = trace(lambda x, ids, w: batch(x, ids, w))
+    before = str(module.graph)
+    with caplog.at_level(logging.DEBUG, logger="fx_passes"):
+        assert interleave_exchanges_pass(module.graph) == 0
+    assert str(module.graph) == before
+    assert "left 4 exchanges alone: the exchanges are in turn" in caplog.text
+
+
+def test_finds_nothing_without_exchanges() -> None:
+    module, _ = trace(lambda x, ids, w: x @ w)
+    assert find_turns(module.graph) == []
+
+
+class MicroBatches(nn.Module):
+    """Two halves of the tokens, one after the other."""
+
+    def __init__(self, model: Stack) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.model(half) for half in x.chunk(2)])
+
+
+def _step(model: nn.Module, function: Any, num_tokens: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    y = function(x)
+    y.sin().sum().backward()
+    found = {"y": y.detach(), "x.grad": x.grad}
+    for name, parameter in model.named_parameters():
+        found[f"{name}.grad"], parameter.grad = parameter.grad, None
+    assert in_flight.num_in_flight() == 0
+    return found
+
+
+def _on_rank(rank: int, fields: dict[str, Any]) -> list[str]:
+    model = MicroBatches(make_stack(dist.group.WORLD, 1, AUX, torch.float64, **fields))
+    backend, num_tokens = Backend(), 12 + 4 * rank
+    found = _step(model, backend.compile(model, dynamic=False), num_tokens)
+    for name, value in _step(model, model, num_tokens).items():
+        assert_close(name, found[name], value)
+    return [kernels(graph) for graph in (*backend.forward, *backend.backward)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("fields", [{}, capacity_fields(16)], ids=["exact", "capacity"])
+def test_micro_batches_on_ranks(fields: dict[str, Any]) -> None:
+    for names in run_on_ranks(2, _on_rank, fields, timeout_s=300):
+        for kernels_of_graph in names:
+            exchanges = [name for name in kernels_of_graph.split() if name.endswith("_start")]
+            assert exchanges == [*2 * ["dispatch_start"], *2 * ["combine_start"]]
