@@ -200,10 +200,15 @@ class Step:
         with phase("step"):
             return self()
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Some of those that the last call left."""
+        found = {"grad_x": self.x_TH.grad, "grad": self.leaves[-1].grad}
+        return {name: value for name, value in found.items() if value is not None}
+
     def results(self) -> dict[str, torch.Tensor]:
         """Output and some gradients."""
-        found = {"y": self(), "grad_x": self.x_TH.grad, "grad": self.leaves[-1].grad}
-        return {name: value.clone() for name, value in found.items() if value is not None}
+        y_TH = self()
+        return {"y": y_TH, **{name: value.clone() for name, value in self.gradients().items()}}
 
 
 def make_step(name: str, model: nn.Module, shape: Shape, ranks: Ranks) -> Step:
@@ -232,10 +237,16 @@ class Replay:
 
     def __post_init__(self) -> None:
         self.run = captured(lambda: (self.step(),))
+        self.leaves = self.step.gradients()  # the graph's own
 
-    def __call__(self, phase: Phase | None = None) -> None:
+    def __call__(self, phase: Phase | None = None) -> torch.Tensor:
         with phase("step") if phase else contextlib.nullcontext():
-            self.run()
+            (y_TH,) = self.run()
+        return y_TH
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """As those of a step."""
+        return {"y": self().clone(), **{name: g.clone() for name, g in self.leaves.items()}}
 
 
 class Bench:
@@ -245,9 +256,8 @@ class Bench:
         self.kind, self.shape, self.args, self.ranks = kind, shape, args, ranks
         torch.manual_seed(ranks.rank)
         self.model = make_moe(shape, ranks) if kind == "layer" else Stack(shape, ranks)
-        leaves = list(self.model.parameters())
         step = make_step("eager", self.model, shape, ranks)
-        self.expected = dataclasses.replace(step, function=self.model, leaves=leaves).results()
+        self.expected = dataclasses.replace(step, function=self.model).results()
         self.rows: dict[str, Row] = {}
         self.steps: dict[str, Step | Replay] = {}
 
@@ -265,7 +275,9 @@ class Bench:
         with torch._dynamo.config.patch(
             capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
         ):
-            step = make_step(name, self.model, self.shape, self.ranks)
+            step: Step | Replay = make_step(name, self.model, self.shape, self.ranks)
+            if "graph" in name:
+                step = Replay(step)
             found = step.results()
         errors = {key: relative_error(found[key], self.expected[key]) for key in found}
         row.error = max(errors.values())
@@ -274,16 +286,12 @@ class Bench:
         for moe in self.model.modules():
             if isinstance(moe, MoE):
                 moe.check_overflow()
-        if "graph" not in name:
-            return step
-        return Replay(step)
+        return step
 
     def measure(self) -> list[Row]:
         """Times of all variants, interleaved, then what each leaves exposed."""
         samplers = {name: functools.partial(self.sample, step) for name, step in self.steps.items()}
-        for _ in range(self.args.heat):
-            for step in self.steps.values():
-                step()
+        self.ranks.attempt(self.heat)  # what fails here fails below
         samples, failures = self.ranks.interleave(samplers)
         experts = NUM_LAYERS if self.kind == "stack" else 1
         for name in samplers:
@@ -293,8 +301,9 @@ class Bench:
                 timing = timing_of([us for (us,) in samples[name]])
                 fill(row, timing, num_flops=3 * experts * self.shape.layer_flops)
         if self.ranks.on_gpu:
-            for name, step in self.steps.items():
-                self.rows[name].extra |= self.exposed(step)
+            for name in [name for name in self.steps if name not in failures]:
+                found, failure = self.ranks.attempt(functools.partial(self.exposed, name))
+                self.rows[name].extra |= found or {"exposed failed": failure}
         compare(list(self.rows.values()), {name for name in self.rows if "stock" not in name})
         return list(self.rows.values())
 
@@ -315,9 +324,14 @@ class Bench:
         torch.cuda.synchronize()
         return [1e3 * start.elapsed_time(end) / repeats]
 
-    def exposed(self, step: Step | Replay) -> dict[str, float]:
+    def heat(self) -> None:
+        for _ in range(self.args.heat):
+            for step in self.steps.values():
+                step()
+
+    def exposed(self, name: str) -> dict[str, float]:
         """Milliseconds of exchanges in a step, and the share that nothing hides."""
-        (events,) = measure(step).values()
+        (events,) = measure(self.steps[name]).values()
         exchange = seconds_of(events, EXCHANGE)
         share = seconds_of(events, EXPOSED) / exchange if exchange else 0.0
         exchange, share = self.ranks.most([exchange, share])
@@ -343,7 +357,8 @@ def bench(ranks: Ranks, args: argparse.Namespace) -> list[Row]:
             del made
             gc.collect()
             if ranks.rank == 0:
-                _print(found)
+                for row in found:
+                    print(line(row), row.extra)
                 if args.json:
                     save(args.json, ranks.device, rows, repeats=args.repeats, rounds=ROUNDS)
     return rows
@@ -360,14 +375,6 @@ def _group(shape: Shape, ranks: Ranks) -> dist.ProcessGroup:
         window_bytes=NUM_OUTPUTS * capacities(shape, ranks)[0] * shape.hidden * 2,
     )
     return group
-
-
-def _print(rows: Sequence[Row]) -> None:
-    for row in rows:
-        print(line(row))
-        if "exposed" in row.extra:
-            share, exchange_ms = row.extra["exposed"], row.extra["exchange_ms"]
-            print(f"  {share:.1%} of {exchange_ms:.2f} ms of exchanges exposed")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

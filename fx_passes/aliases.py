@@ -23,6 +23,10 @@ _ALIASES = (
 )
 
 
+# Higher-order operators that return fresh tensors and change none.
+_FUNCTIONAL = ("flex_attention", "flex_attention_backward", "triton_kernel_wrapper_functional")
+
+
 def roots_of(order: Iterable[Node]) -> dict[Node, Node]:
     """The node that made the memory in which each node's output lies."""
     roots: dict[Node, Node] = {}
@@ -33,21 +37,30 @@ def roots_of(order: Iterable[Node]) -> dict[Node, Node]:
 
 def _is_alias(node: Node) -> bool:
     """Whether a node's output lies in the memory of its first input."""
-    return is_call(node, *_ALIASES) or (isinstance(node.target, OpOverload) and node.target.is_view)
+    if is_call(node, *_ALIASES):
+        return True
+    if not isinstance(node.target, OpOverload):
+        return False
+    return any(value.alias_info is not None for value in node.target._schema.returns[:1])
 
 
 def changed_roots(order: Iterable[Node], roots: dict[Node, Node]) -> set[Node]:
     """What some node changes in place, or may."""
     changed: set[Node] = set()
     for node in order:
-        if node.op == "call_function" and (not is_known(node) or node.is_impure()):
+        if may_change(node):
             changed.update(roots[each] for each in node.all_input_nodes)
     return changed
 
 
+def may_change(node: Node) -> bool:
+    """Whether a call may change an input in place."""
+    return node.op == "call_function" and (not is_known(node) or node.is_impure())
+
+
 def is_known(node: Node) -> bool:
     """Whether a call does no more than its schema says, or computes a size."""
-    return not isinstance(node.target, HigherOrderOperator)
+    return not isinstance(node.target, HigherOrderOperator) or node.target.name() in _FUNCTIONAL
 
 
 def draws(node: Node) -> bool:

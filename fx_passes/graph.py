@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -120,6 +121,13 @@ def add_outputs(call: Node, before: Node) -> list[Node]:
         add_call(before, operator.getitem, (call, index), call, value)
         for index, value in enumerate(call.meta["val"])
     ]
+
+
+def reorder(order: Sequence[Node]) -> None:
+    """Let a graph's nodes, all of them, follow one another so."""
+    for node, following in itertools.pairwise(order):
+        if node.next is not following:
+            node.append(following)
 
 
 def replace(old: Node, new: Node) -> None:

@@ -16,13 +16,13 @@ tensor, or draws. It refuses exchanges that are in turn already, as those of a s
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from .aliases import changed_roots, draws, roots_of
-from .graph import is_call, rewrite_matches
+from .aliases import changed_roots, draws, may_change, roots_of
+from .graph import is_call, reorder, rewrite_matches
 from .windows import STARTS, WAITS
 
 
@@ -55,15 +55,23 @@ def find_turns(graph: Graph) -> list[Match]:
 def _before(order: Sequence[Node]) -> dict[Node, list[Node]]:
     roots = roots_of(order)
     changed = changed_roots(order, roots)
-    last: dict[object, Node] = {}
+    writer: dict[object, Node] = {}
+    readers: defaultdict[object, list[Node]] = defaultdict(list)  # since the writer
     before: dict[Node, list[Node]] = {}
     for node in order:
-        inputs = node.all_input_nodes
-        touched: set[object] = {roots[each] for each in (node, *inputs) if roots[each] in changed}
-        if draws(node):
-            touched.add(draws)
-        before[node] = [*inputs, *(last[each] for each in touched if each in last)]
-        last |= dict.fromkeys(touched, node)
+        before[node] = [*node.all_input_nodes]
+        touched: set[object] = {roots[each] for each in (node, *before[node])}
+        touched = {each for each in touched if each in changed} | (
+            {draws} if draws(node) else set()
+        )
+        writes = may_change(node) or draws(node)
+        for each in touched:
+            before[node] += [writer[each]] if each in writer else []
+            if writes:
+                before[node] += readers.pop(each, [])
+                writer[each] = node
+            else:
+                readers[each].append(node)
     return before
 
 
@@ -88,14 +96,14 @@ def rewrite(match: Match) -> None:
             place[node] = needed[node], False
         else:
             after = [latest, *(place[each][0] for each in match.before[node])]
-            if is_call(node, *WAITS):  # nor is anything gained by waiting before the next starts
-                after.append(min(turn[node.all_input_nodes[0]] + 1, len(turn) - 1))
+            start = node.args[0] if is_call(node, *WAITS) else None
+            if (
+                isinstance(start, Node) and start in turn
+            ):  # nor does it help to wait before the next
+                after.append(min(turn[start] + 1, len(turn) - 1))
             place[node] = max(after), True
         latest = turn.get(node, latest)
-    order.sort(key=place.__getitem__)
-    for node, following in itertools.pairwise(order):
-        if node.next is not following:
-            node.append(following)
+    reorder(sorted(order, key=place.__getitem__))
 
 
 def _turn_needed(match: Match, turn: dict[Node, int]) -> dict[Node, int]:

@@ -81,7 +81,9 @@ def first_step(
             raise Dropped(why_not)
         return compiled
 
-    step = step_of(model, inputs, backend=backend)
+    step, reason = attempt(lambda: step_of(model, inputs, backend=backend))
+    if why_not := ranks.why_not(reason):
+        raise Dropped(why_not)
     _, reason = attempt(lambda: step(unmeasured))
     if why_not := why_not or ranks.why_not(reason):
         raise Dropped(why_not)

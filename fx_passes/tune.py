@@ -32,6 +32,7 @@ from .config import MEASURED, PassConfig, as_json, config_of
 from .defer_wgrad import DeferWgrad
 from .measure import Step
 from .overlap_shared_experts import OverlapSharedExperts
+from .pipeline import options
 from .step import is_on_gpu
 from .trials import Dropped, Ranks, attempt, first_step, seconds_of
 from .windows import bounds_of
@@ -119,15 +120,14 @@ def tune(
     """
     bar, ranks, inductor = progress_bar(), Ranks(group), how.pop("inductor", None)
 
-    def check() -> tuple[PassConfig, dict[str, list[PassConfig]], float]:
-        if not budget_s > 0:
-            raise ValueError(f"tune: budget_s must be positive, got {budget_s}")
-        if path is not None and ranks.rank == 0 and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"tune: path must lie in a folder, got {os.fspath(path)!r}")
-        return *_configurations(candidates, **how), budget_s
+    def check() -> tuple[PassConfig, dict[str, list[PassConfig]], float, str]:
+        _check(budget_s, path if ranks.rank == 0 else None)
+        default, varied = _configurations(candidates, **how)
+        options(default, inductor=inductor)
+        return default, varied, budget_s, repr(sorted((inductor or {}).items()))
 
     comm.agree("tune", ranks.group_name, check)
-    default, varied, _ = check()
+    default, varied, *_ = check()
     search = _Search(
         ranks=ranks,
         build=functools.partial(first_step, ranks, model, inputs, inductor),
@@ -143,6 +143,21 @@ def tune(
     if why_not := ranks.why_not(why_not):  # all wait for the file
         raise OSError(f"tune: path must be writable, got {why_not}")
     return tuned
+
+
+def _check(budget_s: float, path: str | os.PathLike[str] | None) -> None:
+    if not 0 < budget_s < math.inf:
+        raise ValueError(f"tune: budget_s must be positive and finite, got {budget_s}")
+    if path is not None and not can_write(path):
+        raise ValueError(
+            f"tune: path must be a file in a folder that can be written, got {os.fspath(path)!r}"
+        )
+
+
+def can_write(path: str | os.PathLike[str]) -> bool:
+    """Whether it may name a file to write."""
+    place = Path(path).absolute()
+    return not place.is_dir() and place.parent.is_dir() and os.access(place.parent, os.W_OK)
 
 
 def progress_bar() -> Any:
@@ -164,7 +179,10 @@ def _configurations(
     candidates: Mapping[str, Sequence[Any]] | None, config: Any = None, **fixed: Any
 ) -> tuple[PassConfig, dict[str, list[PassConfig]]]:
     """The default and, by field, it with each of the values to try."""
-    default = config_of(config, fixed)
+    try:
+        default = config_of(config, fixed)
+    except OSError as error:
+        raise ValueError(f"tune: config must be a file that can be read, got {error}") from error
     if candidates is None:
         candidates = candidates_of(default)
     varied = {

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from pathlib import Path
 
 import torch
 
 from . import demo_model
-from .tune import progress_bar, tune
+from .tune import can_write, progress_bar, tune
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune on as many processes as share the experts; returns the exit status."""
     progress_bar()  # better an error now than after the processes have started
-    if not args.budget > 0:
-        print(f"tune: budget must be positive, got {args.budget}", file=sys.stderr)
+    if not 0 < args.budget < math.inf:
+        print(f"tune: budget must be positive and finite, got {args.budget}", file=sys.stderr)
         return demo_model.WRONG_USE
-    if not Path(args.out).absolute().parent.is_dir():
-        print(f"tune: out must lie in a folder that exists, got {args.out}", file=sys.stderr)
+    if not can_write(args.out):
+        print(
+            f"tune: out must be a file in a folder that can be written, got {args.out}",
+            file=sys.stderr,
+        )
         return demo_model.WRONG_USE
     doing = f"compiling the model with one setting after another, about {args.budget:g} s,"
     return demo_model.run(args, _work, doing)

@@ -17,7 +17,6 @@ of live bytes would exceed the peak it came with by more than the bound.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import operator
 from collections import defaultdict
@@ -30,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .aliases import changed_roots, draws, is_known, roots_of
 from .cost_model import CostModel
-from .graph import is_call, name_of
+from .graph import is_call, name_of, reorder
 from .journal import Decision, current
 
 _log = logging.getLogger(__name__)
@@ -267,9 +266,7 @@ class Schedule:
 
     def apply(self) -> None:
         """Put the graph's nodes in this order."""
-        for node, following in itertools.pairwise(self.order):
-            if node.next is not following:
-                node.append(following)
+        reorder(self.order)
 
 
 def _improves(

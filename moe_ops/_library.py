@@ -198,9 +198,12 @@ def source_hash(package: pathlib.Path = pathlib.Path(__file__).parent) -> str:
     return digest.hexdigest()[:16]
 
 
-def tag_compile_caches() -> None:
-    """Put `source_hash` into the key of PyTorch's compile caches, keeping what a user put there."""
-    tag = f"moe_ops-{source_hash()}"
+def tag_compile_caches(*more: str) -> None:
+    """Put `source_hash`, and on what else the graphs of operators depend, into the key of PyTorch's
+    compile caches, keeping what a user put there.
+    """
     config = torch.compiler.config
-    if tag not in config.cache_key_tag:
-        config.cache_key_tag = f"{config.cache_key_tag};{tag}".lstrip(";")
+    tags = [
+        tag for tag in config.cache_key_tag.split(";") if tag and not tag.startswith("moe_ops-")
+    ]
+    config.cache_key_tag = ";".join((*tags, "-".join(("moe_ops", source_hash(), *more))))

@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from moe_ops._library import tag_compile_caches
+
 PACKAGE = Path(__file__).parent.parent / "moe_ops"
 OLD = "grad_x_TH = _unpermute("
 NEW = "grad_x_TH = 2 * _unpermute("
@@ -22,6 +27,16 @@ for tag in (torch.compiler.config.cache_key_tag, ""):
     torch.compile(lambda x: moe_ops.permute(x, None, *maps).sum(), fullgraph=True)(x).backward()
     print(x.grad[0, 0].item())
 """
+
+
+def test_tag_of_the_caches_names_what_graphs_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+    tags = []
+    for names in ((), ("0",), ("0", "7"), ()):
+        tag_compile_caches(*names)
+        tags.append(torch.compiler.config.cache_key_tag)
+    assert tags[0] == tags[3] and len({*tags}) == 3
+    assert all(tag.startswith("mine;moe_ops-") and tag.count(";") == 1 for tag in tags)
 
 
 def _gradients(folder: Path, cache: Path) -> list[float]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .._library import tag_compile_caches
 from .groups import group_rank, resolve
 from .window import Window
 
@@ -164,6 +165,7 @@ def drop(group_name: str) -> None:
         torch.cuda.synchronize()
         dist.barrier(group, device_ids=[torch.cuda.current_device()])  # nobody writes to them now
         del _workspaces[group]
+        tag_compile_caches(*group_names())
 
 
 def create(
@@ -196,6 +198,7 @@ def create(
     torch.cuda.synchronize(device)
     dist.barrier(group, device_ids=[device.index])
     _workspaces[group] = space
+    tag_compile_caches(*group_names())  # plans of these groups differ: see layout.Plan
 
 
 class _Told(NamedTuple):

@@ -140,7 +140,7 @@ def _reference(
 ) -> list[torch.Tensor]:
     num_ranks, rank = comm.group_size(group_name), comm.group_rank(group_name)
     num_experts_here = num_experts // num_ranks
-    splits_4P = new_splits(ids_TK, group_name, exact=copy_capacity is None)
+    splits_on = _device_of_splits(ids_TK, group_name, exact=copy_capacity is None)
     ids_TK = ids_TK.long()
     sent_TP, headers = _announce(ids_TK, num_experts, group_name)
     copies_PP = headers[:, 1 : 1 + num_ranks]
@@ -180,15 +180,13 @@ def _reference(
         offsets_L,
         counts_PL.reshape(num_ranks, num_experts_here).int(),
         (wanted - fitting).int(),
-        torch.tensor(splits) if splits_4P.is_cpu else splits_4P,
+        torch.tensor(splits, device=splits_on),
     ]
 
 
-def new_splits(ids_TK: torch.Tensor, group_name: str, exact: bool) -> torch.Tensor:
-    """splits_4P, not filled, where it belongs."""
+def _device_of_splits(ids_TK: torch.Tensor, group_name: str, exact: bool) -> torch.device:
     nobody_reads = not exact and nvlink.workspace(group_name) is not None
-    device = ids_TK.device if nobody_reads else "cpu"
-    return torch.empty(4, comm.group_size(group_name), dtype=torch.int64, device=device)
+    return ids_TK.device if nobody_reads else torch.device("cpu")
 
 
 def equal_splits(group_name: str, max_tokens: int, top_k: int) -> list[list[int]]:
@@ -270,7 +268,11 @@ def _fake(
         index(experts_here),
         index(num_ranks, experts_here),
         index(2),
-        new_splits(ids_TK, group_name, exact=copy_capacity is None),
+        torch.empty(
+            *(4, num_ranks),
+            dtype=torch.int64,
+            device=_device_of_splits(ids_TK, group_name, exact=copy_capacity is None),
+        ),
     ]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import logging
+import math
 import random
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from fx_passes.defer_wgrad import DeferWgrad
 from fx_passes.trials import Dropped, Ranks
 from fx_passes.tune import Tuned, candidates_of, tune
 from tests.ranks import expect_error_on_ranks, run_on_ranks
+
+from .compiled import POST_GRAD
 
 MODULE = importlib.import_module("fx_passes.tune")  # the package has the function by this name
 DEFAULT = PassConfig()
@@ -246,8 +249,12 @@ def test_file_is_read_back(tmp_path: Path) -> None:
 
 def test_rejects_wrong_arguments(tmp_path: Path) -> None:
     for message, how in {
-        "tune: budget_s must be positive, got 0": {"budget_s": 0},
-        "tune: path must lie in a folder": {"path": tmp_path / "none" / "tuned.json"},
+        "tune: budget_s must be positive and finite, got 0": {"budget_s": 0},
+        "tune: budget_s must be positive and finite, got inf": {"budget_s": math.inf},
+        "tune: path must be a file in a folder": {"path": tmp_path / "none" / "tuned.json"},
+        "that can be written, got '.*'": {"path": tmp_path},
+        "tune: config must be a file that can be read": {"config": tmp_path / "none.json"},
+        "options: inductor must leave post_grad": {"inductor": {POST_GRAD: print}},
         "settings must be among .*, got chunks": {"candidates": {"chunks": [2]}},
         "chunk_exchange must be a positive": {"candidates": {"chunk_exchange": [0]}},
         "settings must be among .*, got fuse_all": {"fuse_all": True},
@@ -317,7 +324,22 @@ def test_errors_are_those_of_all_ranks(tmp_path: Path) -> None:
             "tune: path must be writable, got rank 0: PermissionError: read-only",
         )
     for kind, text in expect_error_on_ranks(2, _no_folder, str(tmp_path)):
-        assert kind == "ValueError" and "path must lie in a folder" in text
+        assert kind == "ValueError" and "path must be a file in a folder" in text
+    for kind, text in expect_error_on_ranks(2, _other_inductor):
+        assert kind == "ValueError" and "same settings" in text
+    for kind, text in expect_error_on_ranks(2, _no_config, str(tmp_path)):
+        assert kind == "ValueError" and "config must be a file that can be read" in text
+
+
+def _other_inductor(rank: int) -> None:
+    Device(gains).tune(inductor={"max_autotune": bool(rank)})
+
+
+def _no_config(rank: int, folder: str) -> None:
+    path = Path(folder, f"config{rank}.json")
+    if rank == 0:
+        path.write_text("{}")
+    Device(gains).tune(config=path)
 
 
 def _no_folder(rank: int, folder: str) -> None:

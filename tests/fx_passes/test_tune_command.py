@@ -70,8 +70,11 @@ def test_tunes(
     [
         ("--experts=3", "tune: experts must be a multiple of 2, got 3"),
         ("--without=magic", "settings must be among"),
-        ("--budget=0", "tune: budget must be positive, got 0"),
-        ("--out=absent/tuned.json", "tune: out must lie in a folder that exists, got absent"),
+        ("--budget=0", "tune: budget must be positive and finite, got 0"),
+        (
+            "--out=absent/tuned.json",
+            "tune: out must be a file in a folder that can be written, got absent",
+        ),
     ],
 )
 def test_rejects_wrong_use(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
