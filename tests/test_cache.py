@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from moe_ops._library import tag_compile_caches
@@ -29,12 +28,16 @@ for tag in (torch.compiler.config.cache_key_tag, ""):
 """
 
 
-def test_tag_of_the_caches_names_what_graphs_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
-    tags = []
-    for names in ((), ("0",), ("0", "7"), ()):
-        tag_compile_caches(*names)
-        tags.append(torch.compiler.config.cache_key_tag)
+def test_tag_of_the_caches_names_what_graphs_depend_on() -> None:
+    config = torch.compiler.config
+    before, tags = config.cache_key_tag, []
+    try:
+        config.cache_key_tag = "mine"
+        for names in ((), ("0",), ("0", "7"), ()):
+            tag_compile_caches(*names)
+            tags.append(config.cache_key_tag)
+    finally:
+        config.cache_key_tag = before
     assert tags[0] == tags[3] and len({*tags}) == 3
     assert all(tag.startswith("mine;moe_ops-") and tag.count(";") == 1 for tag in tags)
 
