@@ -25,13 +25,10 @@ from torch.fx import Graph, Node
 from .cost_model import CostModel
 from .graph import is_call, name_of
 from .protect_exchange import EXCHANGES
+from .windows import STARTS, WAITS
 
 COMPUTE, EXCHANGE, EXPOSED = LANES = ("compute", "exchange", "exposed")
 _COLOURS = dict(zip(LANES, ("tab:blue", "tab:orange", "tab:red")))
-
-_OPS = torch.ops.moe_ops
-_STARTS = (_OPS.dispatch_start.default, _OPS.combine_start.default)
-_WAITS = (_OPS.dispatch_wait.default, _OPS.combine_wait.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +73,11 @@ def _is_start(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     is_collective = target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
-    return is_call(node, *_STARTS) or (is_collective and not _is_wait(node))
+    return is_call(node, *STARTS) or (is_collective and not _is_wait(node))
 
 
 def _is_wait(node: Node) -> bool:
-    return is_call(node, *_WAITS, torch.ops._c10d_functional.wait_tensor.default)
+    return is_call(node, *WAITS, torch.ops._c10d_functional.wait_tensor.default)
 
 
 def _start_of(wait: Node) -> Node:

@@ -18,7 +18,7 @@ from tests.nn.layers import capacity_fields
 from tests.ranks import run_on_ranks
 
 from .compiled import Backend
-from .test_pin_order import AUX, Stack, make_stack
+from .test_pin_order import AUX, Stack, make_stack, step
 from .windowed import combine, dispatch, kernels, trace
 
 
@@ -141,23 +141,11 @@ class MicroBatches(nn.Module):
         return torch.cat([self.model(half) for half in x.chunk(2)])
 
 
-def _step(model: nn.Module, function: Any, num_tokens: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(num_tokens)
-    x = torch.randn(num_tokens, 8, generator=generator, dtype=torch.float64).requires_grad_()
-    y = function(x)
-    y.sin().sum().backward()
-    found = {"y": y.detach(), "x.grad": x.grad}
-    for name, parameter in model.named_parameters():
-        found[f"{name}.grad"], parameter.grad = parameter.grad, None
-    assert in_flight.num_in_flight() == 0
-    return found
-
-
 def _on_rank(rank: int, fields: dict[str, Any]) -> list[str]:
     model = MicroBatches(make_stack(dist.group.WORLD, 1, AUX, torch.float64, **fields))
     backend, num_tokens = Backend(), 12 + 4 * rank
-    found = _step(model, backend.compile(model, dynamic=False), num_tokens)
-    for name, value in _step(model, model, num_tokens).items():
+    found = step(model, backend.compile(model, dynamic=False), num_tokens)
+    for name, value in step(model, model, num_tokens).items():
         assert_close(name, found[name], value)
     return [kernels(graph) for graph in (*backend.forward, *backend.backward)]
 

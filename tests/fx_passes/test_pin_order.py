@@ -192,10 +192,12 @@ def test_pin_order_refuses_empty_windows(caplog: pytest.LogCaptureFixture) -> No
     assert "nothing is in the window" in caplog.text
 
 
-def _step(model: Stack, function: Callable[..., Any], num_tokens: int) -> dict[str, torch.Tensor]:
+def step(
+    model: nn.Module, function: Callable[..., Any], num_tokens: int
+) -> dict[str, torch.Tensor]:
     """Output and all gradients."""
     generator = torch.Generator().manual_seed(num_tokens)
-    dtype = model.layers[0].experts.w13.dtype
+    dtype = next(model.parameters()).dtype
     x = torch.randn(num_tokens, 8, generator=generator).to(dtype).requires_grad_()
     y = function(x)
     y.sin().sum().backward()
@@ -239,7 +241,7 @@ def _moved_on_rank(rank: int, fields: dict[str, Any]) -> list[list[str]]:
     orders = TwoOrders()
     compiled, results = orders.compile(model, dynamic=True), []
     for orders.moving in (True, False):
-        results.append(_step(model, compiled, 9 + 4 * rank))
+        results.append(step(model, compiled, 9 + 4 * rank))
     for name, value in results[0].items():
         assert_equal(name, value, results[1][name])
     left = orders.left
@@ -267,9 +269,9 @@ def _compiled_on_rank(rank: int) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, options=fx_passes.options())
     # As many tokens on both ranks: kernels are the same, and each is compiled once.
-    expected = _step(model, model, 11)
+    expected = step(model, model, 11)
     for _ in range(2):
-        found = _step(model, compiled, 11)
+        found = step(model, compiled, 11)
         for name, value in found.items():
             assert_close(name, value, expected[name].double())
 
