@@ -219,11 +219,12 @@ class Tokens {
   }
 };
 
-// Starts the loads of what a warp adds up, in that order: token by token, piece by piece, rank by rank.
+// Starts the loads of what a warp adds up, in that order: token by token, piece by piece, rank by rank; the addend's
+// pieces into the L2 cache.
 class Loader {
  public:
   __device__ Loader(const Exchange& exchange, const Combine& combine, const Shared& shared, int begin, int step)
-      : exchange_(exchange), tokens_(exchange, begin, step), at_(exchange.row_bytes) {
+      : exchange_(exchange), addend_(combine.addend), tokens_(exchange, begin, step), at_(exchange.row_bytes) {
     const int rank = lane() % exchange.world.num_ranks;
     const bool own = rank == exchange.world.rank;
     rows_ = own ? combine.rows : shared.rows_of_peer[rank];
@@ -251,11 +252,12 @@ class Loader {
     const int bytes = min(kPieceBytes, row_bytes - at_);
     hopper::barrier_expect(full, bytes);
     bulk_load(to, reinterpret_cast<const void*>(from), bytes, full);
+    if (addend_ && left_ == 0) bulk_prefetch(addend_ + int64_t(tokens_.token) * row_bytes + at_, bytes);
   }
 
  private:
   const Exchange& exchange_;
-  const uint8_t* rows_;  // of this lane's rank
+  const uint8_t *rows_, *addend_;  // rows: of this lane's rank
   int64_t limit_;
   Tokens tokens_;
   int at_;             // where the piece begins

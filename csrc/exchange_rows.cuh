@@ -66,6 +66,11 @@ __device__ inline void bulk_load(uint32_t to, const void* from, int bytes, uint3
                : "memory");
 }
 
+// Into the L2 cache.
+__device__ inline void bulk_prefetch(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 __device__ inline void bulk_store(void* to, uint32_t from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");

@@ -15,9 +15,10 @@ void launch_gathering(const Tensor& like, const Maps& maps, const Arguments& arg
   }
 }
 
-void grouped_mm(Tensor a, std::optional<Tensor> slots, int64_t top_k, Tensor w, Tensor offsets, Tensor out) {
+void grouped_mm(Tensor a, std::optional<Tensor> slots, int64_t top_k, Tensor w, Tensor offsets,
+                std::optional<Tensor> tickets, Tensor out) {
   const OnDeviceOf device(a);
-  Arguments arguments = arguments_for(offsets, out.size(0), w.size(1), w.size(2), kTileN);
+  Arguments arguments = arguments_for(offsets, tickets, out.size(0), w.size(1), w.size(2), kTileN);
   if (slots) {
     arguments.gather = {static_cast<const uint8_t*>(a.data_ptr()), a.stride(0) * kElementBytes,
                         slots->const_data_ptr<int>(), static_cast<int>(top_k)};
@@ -34,7 +35,9 @@ void grouped_mm(Tensor a, std::optional<Tensor> slots, int64_t top_k, Tensor w, 
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {
-  m.def("grouped_mm(Tensor a, Tensor? slots, int top_k, Tensor w, Tensor offsets, Tensor(a!) out) -> ()");
+  m.def(
+      "grouped_mm(Tensor a, Tensor? slots, int top_k, Tensor w, Tensor offsets, Tensor(b!)? tickets, Tensor(a!) out)"
+      " -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) { m.impl("grouped_mm", TORCH_BOX(&grouped_mm)); }

@@ -1,5 +1,6 @@
 // Grouped matmul on sm_90a: for every expert a [rows, K] @ b [K, N], with a producer warp that copies tiles into a ring
-// of stages and two warpgroups that multiply 64 x 256 each. kWgrad sums over the expert's rows instead.
+// of stages, which tell whose tiles they are, and two warpgroups that multiply 64 x 256 each. kWgrad sums over the
+// expert's rows instead.
 //
 //            a (M x K)                    b (K x N)                        out
 //   forward  rows, or gathered tokens     w[e], K contiguous               rows
@@ -33,6 +34,7 @@ struct Gather {
 
 struct Arguments {
   Groups groups;
+  int* tickets;        // [1] 0: clusters draw their pairs of tiles, since some start late; null: each takes its share
   int n_size, k_size;  // n_size: columns of one half of h where the epilogue is gated
   Gather gather;
   Activation activation;
@@ -57,9 +59,11 @@ constexpr int kAtomBytes = 1024;
 
 constexpr int kStages = 4;
 constexpr int kStagingBuffers = 2;  // of each warp
-constexpr int kBarriers = 2 * kStages + kConsumerWarps;
-constexpr int kSharedBytes =
-    kAtomBytes + kStages * kStageBytes + kConsumerWarps * kStagingBuffers * kStagingBytes + kBarriers * 8;
+constexpr int kDrawn = 8;           // positions on their way between the producers of a cluster
+constexpr int kAnnouncedInts = 5;   // of a tile, in its first stage
+constexpr int kBarriers = 2 * kStages + kConsumerWarps + kDrawn;
+constexpr int kSharedBytes = kAtomBytes + kStages * kStageBytes + kConsumerWarps * kStagingBuffers * kStagingBytes +
+                             kBarriers * 8 + kDrawn * sizeof(int) + kStages * kAnnouncedInts * sizeof(int);
 
 struct Maps {
   CUtensorMap a, b, out, act, h;
@@ -75,6 +79,8 @@ class GroupedMatmul {
     full_ = staging_ + kConsumerWarps * kStagingBuffers * kStagingBytes;
     empty_ = full_ + kStages * 8;
     h_loaded_ = empty_ + kStages * 8;
+    drawn_ = h_loaded_ + kConsumerWarps * 8;
+    tiles_ = drawn(kDrawn);
   }
 
   __device__ void init() const {
@@ -84,6 +90,7 @@ class GroupedMatmul {
         hopper::barrier_init(empty(stage), 2 * kConsumerWarps);
       }
       for (int warp = 0; warp < kConsumerWarps; ++warp) hopper::barrier_init(h_loaded_ + 8 * warp, 1);
+      for (int number = 0; number < kDrawn; ++number) hopper::barrier_init(is_drawn(number), 1);
       hopper::barrier_init_fence();
     }
     hopper::cluster_sync();
@@ -91,28 +98,37 @@ class GroupedMatmul {
 
   // Fill the stages of every tile. One warp.
   __device__ void produce() {
-    TileWalk<kForm> walk = tiles();
+    TileWalk<kForm> walk(arguments_.groups);
     Tile tile;
-    while (walk.next(tile)) {
+    int position = first_position();
+    for (int number = 0; walk.find(position, tile); ++number) {
+      position += num_clusters();
       if (lane() == 0) {
-        for (int block = 0; block < k_blocks(tile); ++block) {
+        if (draws() && rank_ == 0) position = num_clusters() + atomicAdd(arguments_.tickets, 1);
+        const int blocks = k_blocks(tile);
+        for (int block = 0; block < blocks; ++block) {
           hopper::barrier_wait(empty(stage_), phase_ ^ 1);
+          if (block == 0) announce(tile);
           hopper::barrier_expect(full(stage_), kStageBytes);
           load_a(tile, block * kTileK);
           load_b(tile, block * kTileK);
           advance();
+          if (block == blocks / 2 && draws() && rank_ == 0) tell(number, position);  // by now the ticket is here
         }
+        if (draws() && rank_ == 1) position = told(number);
       }
-      __syncwarp();
+      position = __shfl_sync(hopper::kAllLanes, position, 0);
     }
+    if (lane() == 0) announce_end();
   }
 
   // The same with gathered rows, by 16-byte copies, eight a thread and stage: thread t brings piece t % 8 of rows t /
   // 8, t / 8 + 16, ... Four warps.
   __device__ void produce_gathered() {
-    TileWalk<kForm> walk = tiles();
+    TileWalk<kForm> walk(arguments_.groups);
     Tile tile, next;
-    bool has_next = walk.next(next);
+    int position = first_position();
+    bool has_next = walk.find(position, next);
     int tokens[kRowsOfThread], next_slots[kRowsOfThread];
     load_slots(next, has_next, next_slots);
     const int thread = threadIdx.x % kProducerThreads;
@@ -125,11 +141,13 @@ class GroupedMatmul {
       for (int i = 0; i < kRowsOfThread; ++i) {
         tokens[i] = next_slots[i] < 0 ? -1 : next_slots[i] / arguments_.gather.top_k;
       }
-      has_next = walk.next(next);
+      position += num_clusters();
+      has_next = walk.find(position, next);
       load_slots(next, has_next, next_slots);  // long before they are needed
       for (int block = 0; block < k_blocks(tile); ++block) {
         hopper::barrier_wait(empty(stage_), phase_ ^ 1);
         if (thread == 0) {
+          if (block == 0) announce(tile);
           hopper::barrier_expect(full(stage_), kBytesB);
           load_b(tile, block * kTileK);
         }
@@ -149,29 +167,27 @@ class GroupedMatmul {
       }
     }
     if (previous >= 0) hand_over<0>(previous);
+    if (thread == 0) announce_end();
+    hopper::barrier_wait(empty(stage_), phase_ ^ 1);
+    hopper::barrier_arrive(full(stage_));
   }
 
   // Two warpgroups: multiply what the stages hold, 64 rows each. A tile's results wait in registers, rounded, and are
-  // stored in parts between the multiplications of the next one.
-  __device__ void consume(int warpgroup) {
-    TileWalk<kForm> walk = tiles();
-    Tile next;
-    bool has_next = walk.next(next);
+  // stored in parts between the multiplications of the next one. A call would end the pipeline of these.
+  __device__ __forceinline__ void consume(int warpgroup) {
     while (true) {
-      const Tile tile = next;
+      hopper::barrier_wait(full(stage_), phase_);
+      const Tile tile = announced();
+      const bool has_tile = tile.expert != kNoExpert;
       const int m = tile.m * kTileM + warpgroup * 64;
-      if (has_next && m >= (kForm == Form::kWgrad ? arguments_.groups.m_size : tile.num_rows)) {
+      if (has_tile && m >= (kForm == Form::kWgrad ? arguments_.groups.m_size : tile.num_rows)) {
         skip(tile);
-        has_next = walk.next(next);
         continue;
       }
-      const bool has_tile = has_next;
       float acc[128];
       if (has_tile) {
         const int blocks = k_blocks(tile);
-        hopper::barrier_wait(full(stage_), phase_);
         multiply_stage(warpgroup, false, acc);
-        has_next = walk.next(next);
         int previous = stage_;
         advance();
         for (int block = 1; block < blocks; ++block) {
@@ -210,7 +226,45 @@ class GroupedMatmul {
   // First row of a warp among its warpgroup's.
   __device__ static int warp_row() { return threadIdx.x / 32 % 4 * kStagingRows; }
 
-  __device__ TileWalk<kForm> tiles() const { return TileWalk<kForm>(arguments_.groups, blockIdx.x / 2, gridDim.x / 2); }
+  __device__ static int first_position() { return blockIdx.x / 2; }
+  __device__ static int num_clusters() { return gridDim.x / 2; }
+
+  // The first producer of a cluster draws and tells the second. NOTE: a place is taken again after kDrawn tiles; the
+  // second producer has read it by then, since the first is at most kStages tiles ahead of what both CTAs multiply.
+  __device__ bool draws() const { return arguments_.tickets != nullptr; }
+  __device__ uint32_t is_drawn(int number) const { return drawn_ + 8 * (number % kDrawn); }
+  __device__ uint32_t drawn(int number) const { return drawn_ + 8 * kDrawn + sizeof(int) * number; }
+
+  __device__ void tell(int number, int position) const {
+    hopper::store_at(drawn(number % kDrawn), position, is_drawn(number), 1);
+  }
+
+  __device__ int told(int number) const {
+    hopper::barrier_expect(is_drawn(number), sizeof(int));
+    hopper::barrier_wait(is_drawn(number), number / kDrawn % 2);
+    return hopper::load_shared(drawn(number % kDrawn));
+  }
+
+  __device__ uint32_t announced(int number) const { return tiles_ + sizeof(int) * (kAnnouncedInts * stage_ + number); }
+
+  __device__ void announce(const Tile& tile) const {
+    hopper::store_shared(announced(0), tile.expert);
+    hopper::store_shared(announced(1), tile.first_row);
+    hopper::store_shared(announced(2), tile.num_rows);
+    hopper::store_shared(announced(3), tile.m);
+    hopper::store_shared(announced(4), tile.n);
+  }
+
+  __device__ Tile announced() const {
+    return {hopper::load_shared(announced(0)), hopper::load_shared(announced(1)), hopper::load_shared(announced(2)),
+            hopper::load_shared(announced(3)), hopper::load_shared(announced(4))};
+  }
+
+  __device__ void announce_end() const {
+    hopper::barrier_wait(empty(stage_), phase_ ^ 1);
+    announce({kNoExpert});
+    hopper::barrier_arrive(full(stage_));
+  }
 
   __device__ int k_blocks(const Tile& tile) const {
     const int k_size = kForm == Form::kWgrad ? tile.num_rows : arguments_.k_size;
@@ -636,7 +690,7 @@ class GroupedMatmul {
   const Maps& maps_;
   const Arguments& arguments_;
   const int rank_;
-  uint32_t stages_, staging_, full_, empty_, h_loaded_;
+  uint32_t stages_, staging_, full_, empty_, h_loaded_, drawn_, tiles_;
   int stage_ = 0, buffer_ = 0;
   uint32_t phase_ = 0;
 
@@ -657,15 +711,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   matmul.init();
   const int warpgroup = __shfl_sync(hopper::kAllLanes, threadIdx.x / 128, 0);  // uniform, as the compiler can see
   if (warpgroup == 2) {
+    hopper::registers_shrink<56>();
     if constexpr (kGather) {
-      hopper::registers_shrink<56>();
       matmul.produce_gathered();
-    } else {
-      hopper::registers_shrink<40>();
-      if (threadIdx.x / 32 == kConsumerWarps) matmul.produce();
+    } else if (threadIdx.x / 32 == kConsumerWarps) {
+      matmul.produce();
     }
   } else {
-    hopper::registers_grow<kGather ? 224 : 232>();
+    hopper::registers_grow<224>();
     matmul.consume(warpgroup);
   }
   hopper::cluster_sync();  // the other CTA may still write to this one's shared memory

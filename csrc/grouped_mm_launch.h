@@ -102,8 +102,10 @@ void launch_activating(const std::string& act, const Tensor& like, const Maps& m
   launch_for<kForm, kEpilogue, Act::kSilu>(like, maps, arguments, device);
 }
 
-inline Arguments arguments_for(const Tensor& offsets, int64_t num_rows, int64_t n, int64_t k, int tile_n) {
+inline Arguments arguments_for(const Tensor& offsets, const std::optional<Tensor>& tickets, int64_t num_rows, int64_t n,
+                               int64_t k, int tile_n) {
   Arguments arguments{};
+  arguments.tickets = tickets ? tickets->mutable_data_ptr<int>() : nullptr;
   arguments.groups = {offsets.const_data_ptr<int>(), static_cast<int>(offsets.numel()), static_cast<int>(num_rows), 0,
                       ceil_div(n, tile_n)};
   arguments.n_size = static_cast<int>(n);

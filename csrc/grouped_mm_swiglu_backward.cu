@@ -8,10 +8,10 @@ namespace {
 // From g [C, H] and w2 [L, H, F] (passed as its transposed view [L, F, H]): grad_h [C, 2F], the activation out [C, F]
 // and grad_row_weights [C, ceil(F / 256)], to be summed over its columns.
 void grouped_mm_swiglu_backward(Tensor g, Tensor w, Tensor h, std::optional<Tensor> row_weights, Tensor offsets,
-                                std::string act, double limit, double alpha, double up_offset, Tensor grad_h,
-                                Tensor out, std::optional<Tensor> grad_row_weights) {
+                                std::optional<Tensor> tickets, std::string act, double limit, double alpha,
+                                double up_offset, Tensor grad_h, Tensor out, std::optional<Tensor> grad_row_weights) {
   const OnDeviceOf device(g);
-  Arguments arguments = arguments_for(offsets, out.size(0), w.size(1), w.size(2), kTileN);
+  Arguments arguments = arguments_for(offsets, tickets, out.size(0), w.size(1), w.size(2), kTileN);
   arguments.activation = activation_of(row_weights, limit, alpha, up_offset);
   if (grad_row_weights) arguments.activation.grad_row_weights = grad_row_weights->mutable_data_ptr<float>();
   set_tail(arguments, 0, out);
@@ -23,9 +23,9 @@ void grouped_mm_swiglu_backward(Tensor g, Tensor w, Tensor h, std::optional<Tens
 
 STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {
   m.def(
-      "grouped_mm_swiglu_backward(Tensor g, Tensor w, Tensor h, Tensor? row_weights, Tensor offsets, str act,"
-      " float limit, float alpha, float up_offset, Tensor(a!) grad_h, Tensor(b!) out, Tensor(c!)? grad_row_weights)"
-      " -> ()");
+      "grouped_mm_swiglu_backward(Tensor g, Tensor w, Tensor h, Tensor? row_weights, Tensor offsets,"
+      " Tensor(d!)? tickets, str act, float limit, float alpha, float up_offset, Tensor(a!) grad_h, Tensor(b!) out,"
+      " Tensor(c!)? grad_row_weights) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) {

@@ -6,9 +6,9 @@ namespace moe_ops {
 namespace {
 
 // w [L, O, I] = g[rows].T @ a[rows] for each expert; float32 w may be added to.
-void grouped_mm_wgrad(Tensor g, Tensor a, Tensor offsets, Tensor w, bool accumulate) {
+void grouped_mm_wgrad(Tensor g, Tensor a, Tensor offsets, std::optional<Tensor> tickets, Tensor w, bool accumulate) {
   const OnDeviceOf device(a);
-  Arguments arguments = arguments_for(offsets, a.size(0), a.size(1), 0, kTileN);
+  Arguments arguments = arguments_for(offsets, tickets, a.size(0), a.size(1), 0, kTileN);
   arguments.groups.m_size = static_cast<int>(g.size(1));
   Maps maps{map_of_ragged_rows(g), map_of_ragged_rows(a)};
   if (w.scalar_type() == ScalarType::Float) {
@@ -22,7 +22,9 @@ void grouped_mm_wgrad(Tensor g, Tensor a, Tensor offsets, Tensor w, bool accumul
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(moe_ops_native, m) {
-  m.def("grouped_mm_wgrad(Tensor g, Tensor a, Tensor offsets, Tensor(a!) w, bool accumulate) -> ()");
+  m.def(
+      "grouped_mm_wgrad(Tensor g, Tensor a, Tensor offsets, Tensor(b!)? tickets, Tensor(a!) w, bool accumulate)"
+      " -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ops_native, CUDA, m) { m.impl("grouped_mm_wgrad", TORCH_BOX(&grouped_mm_wgrad)); }

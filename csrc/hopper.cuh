@@ -51,6 +51,27 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// 4 bytes at `to`, an address in CTA `rank` of the cluster, whose `barrier` counts them.
+__device__ inline void store_at(uint32_t to, int value, uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 remote, remote_barrier;\n"
+      "mapa.shared::cluster.u32 remote, %0, %3;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %2, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [remote], %1, [remote_barrier];\n}" ::"r"(to),
+      "r"(value), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
+__device__ inline void store_shared(uint32_t to, int value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
+__device__ inline int load_shared(uint32_t from) {
+  int value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+
 __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

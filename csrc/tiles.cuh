@@ -1,6 +1,6 @@
 // Which output tiles a cluster computes, in which order.
 //
-// A cluster of two CTAs walks over pairs of tiles of one expert. The two tiles of a pair lie in the same columns, one
+// A cluster of two CTAs computes pairs of tiles of one expert. The two tiles of a pair lie in the same columns, one
 // below the other, and share the b operand; the last row of an odd number of tiles is paired side by side and shares a.
 // What is shared each CTA loads half of, into both.
 #pragma once
@@ -25,34 +25,34 @@ struct Groups {
 };
 
 struct Tile {
-  int expert;
+  int expert;               // kNoExpert: after the last tile
   int first_row, num_rows;  // of the expert
   int m, n;                 // index of the tile among the expert's
   bool shares_b;
 };
 
+constexpr int kNoExpert = -1;
+
 template <Form kForm>
 class TileWalk {
  public:
-  __device__ TileWalk(const Groups& groups, int cluster, int num_clusters)
-      : groups_(groups), position_(cluster), step_(num_clusters) {
-    load_window();
-  }
+  __device__ explicit TileWalk(const Groups& groups) : groups_(groups) { load_window(); }
 
-  // The next tile of this CTA, the same for all lanes of a warp; false after the last.
-  __device__ bool next(Tile& tile) {
-    while (true) {
-      const unsigned ends_after = __ballot_sync(kAllLanes, pairs_before_ + pairs_ > position_ - window_position_);
+  // This CTA's tile of the pair at `position`, which never goes back; the same for all lanes of a warp. False after the
+  // last.
+  __device__ bool find(int position, Tile& tile) {
+    while (window_ < groups_.num_experts) {
+      const int pair = position - window_position_;
+      const unsigned ends_after = __ballot_sync(kAllLanes, pairs_before_ + pairs_ > pair);
       if (ends_after) {
-        pick(tile, __ffs(ends_after) - 1);
-        position_ += step_;
+        pick(tile, pair, __ffs(ends_after) - 1);
         return true;
       }
       window_position_ += __shfl_sync(kAllLanes, pairs_before_ + pairs_, kLanes - 1);
       window_ += kLanes;
-      if (window_ >= groups_.num_experts) return false;
       load_window();
     }
+    return false;
   }
 
  private:
@@ -85,8 +85,8 @@ class TileWalk {
     return ((kForm == Form::kWgrad ? groups_.m_size : rows) + kTileM - 1) / kTileM;
   }
 
-  __device__ void pick(Tile& tile, int lane) const {
-    int pair = position_ - window_position_ - __shfl_sync(kAllLanes, pairs_before_, lane);
+  __device__ void pick(Tile& tile, int pair, int lane) const {
+    pair -= __shfl_sync(kAllLanes, pairs_before_, lane);
     tile.expert = window_ + lane;
     tile.first_row = __shfl_sync(kAllLanes, first_row_, lane);
     tile.num_rows = __shfl_sync(kAllLanes, rows_, lane);
@@ -107,7 +107,6 @@ class TileWalk {
   }
 
   const Groups& groups_;
-  int position_, step_;
   int window_ = 0, window_position_ = 0;
   int first_row_, rows_, pairs_, pairs_before_;
 };

@@ -11,6 +11,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
+from .expected_sizes import argument
 from .graph import is_call
 
 _OPS = torch.ops.moe_ops
@@ -55,7 +56,9 @@ def changed_roots(order: Iterable[Node], roots: dict[Node, Node]) -> set[Node]:
 
 def may_change(node: Node) -> bool:
     """Whether a call may change an input in place."""
-    return node.op == "call_function" and (not is_known(node) or node.is_impure())
+    if node.op != "call_function":
+        return False
+    return not is_known(node) or node.is_impure(impure_random=draws(node))
 
 
 def is_known(node: Node) -> bool:
@@ -64,6 +67,8 @@ def is_known(node: Node) -> bool:
 
 
 def draws(node: Node) -> bool:
-    """Whether a call draws random numbers."""
+    """Whether a call draws random numbers, which attention without dropout does not."""
     target = node.target
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return argument(node, "dropout_p") != 0

@@ -5,8 +5,10 @@ the user's table, devices.json in the folder of `moe_ops.kernels.autotune.user_t
 it. A device of neither counts as an NVIDIA H200.
 
 Where the shipped figures come from: of the H200, benchmarks/RESULTS.md (hot, two GPUs over NVLink,
-engine `nvlink`; collectives: NCCL), but float32 and float64, three quarters of the data sheet, and
-launch_s, a guess; of "cpu", `calibrate` on two cores, two processes over gloo, rounded.
+engine `nvlink`; collectives: NCCL), but float32 and float64, three quarters of the data sheet,
+plan_s and launch_s, which `calibrate` measured, and exchange_bytes_per_s, of exchanges beside the
+work of a layer (alone they reach 316e9); of "cpu", `calibrate` on two cores, two processes over
+gloo, rounded.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import moe_ops
+from moe_ops.comm import nvlink
 from moe_ops.comm.groups import device_of
 from moe_ops.kernels import autotune
 
@@ -36,6 +39,8 @@ _SHIPPED = Path(__file__).with_name("devices.json")
 _DEFAULT = "NVIDIA H200"
 _BURSTS, _CALLS, _WARM_UP = 5, 4, 3
 _HOT_S = 1.0  # a GPU at work is clocked lower than one that was idle
+_ROW_UNIT = 16  # bytes; `nvlink` carries rows of a whole number of them
+_LEAST_BYTES = 8 << 20  # 25 us of the H200's link, beside a latency of 10 us
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,15 +117,22 @@ def calibrate(
     Args:
         path: file to write to, other than `user_table()`, where `cost_model` looks.
         group: ranks that exchange, all of which call this, after `moe_ops.comm.setup` with 4096
-            tokens of 8192 bytes or more; rank 0's figures become those of all, so that all
-            schedule alike. None: figures of exchanges stay as the table has them.
+            tokens of 8192 bytes or more, or messages are as small as that says; rank 0's figures
+            become those of all, so that all schedule alike. None: figures of exchanges stay as the
+            table has them.
+
+    Raises:
+        ValueError: on every rank, if the group was set up for messages too small to tell a
+            bandwidth.
     """
     device = device_of(group) if group else torch.device("cpu" if _on_cpu() else "cuda")
     if device.type != ("cpu" if _on_cpu() else "cuda"):
         raise ValueError(f"calibrate: group must exchange what lies on the GPU, got {device.type}")
     steps = [_matmul, _memory, _launch]
     if group is not None and group.size() > 1:
-        steps += [functools.partial(step, group) for step in (_exchange, _collective)]
+        message = _message(group, _Bench(device))
+        steps += [functools.partial(_exchange, group, *message)]
+        steps += [functools.partial(_collective, group)]
     found: dict[str, Any] = {}
     for step in _progress(steps, shown=group is None or group.rank() == 0):
         found |= step(_Bench(device))
@@ -231,11 +243,31 @@ def _launch(bench: _Bench) -> dict[str, Any]:
     return {"launch_s": bench.seconds(run) / per_call}
 
 
-def _exchange(group: dist.ProcessGroup, bench: _Bench) -> dict[str, Any]:
+def _message(group: dist.ProcessGroup, bench: _Bench) -> tuple[int, int]:
+    """Tokens of a long exchange and bytes of each: what the engine `nvlink` has no room for would
+    go over NCCL.
+    """
+    num_tokens, row_bytes = bench.size(4096, 512), bench.size(8192, 1024)
+    if (space := nvlink.workspace(group.group_name)) is None:
+        return num_tokens, row_bytes
+    num_tokens = min(num_tokens, space.max_tokens)
+    row_bytes = min(row_bytes, space.row_bytes // _ROW_UNIT * _ROW_UNIT)
+    if num_tokens * row_bytes < _LEAST_BYTES:
+        raise ValueError(
+            f"calibrate: group must exchange at least {_LEAST_BYTES} bytes at once to tell a "
+            f"bandwidth, got {space.max_tokens} tokens of {space.row_bytes} bytes; call comm.setup "
+            "with more"
+        )
+    return num_tokens, row_bytes
+
+
+def _exchange(
+    group: dist.ProcessGroup, num_tokens: int, row_bytes: int, bench: _Bench
+) -> dict[str, Any]:
     """dispatch and combine, of few rows and of many; in capacity mode, which GPUs capture."""
-    num_ranks, top_k, width = group.size(), 8, bench.size(4096, 256)
-    num_tokens = bench.size(4096, 512)
+    num_ranks, top_k = group.size(), 8
     dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
+    width = row_bytes // dtype.itemsize
     stream = torch.Generator().manual_seed(group.rank())
 
     def times(num_tokens: int) -> tuple[float, float]:
@@ -269,7 +301,7 @@ def _exchange(group: dist.ProcessGroup, bench: _Bench) -> dict[str, Any]:
     return {
         "plan_s": plan_s,
         "exchange_s": few_s,
-        "exchange_bytes_per_s": copies * width * dtype.itemsize / _rest(many_s, few_s),
+        "exchange_bytes_per_s": copies * row_bytes / _rest(many_s, few_s),
     }
 
 

@@ -5,9 +5,14 @@
 
 as those of two micro-batches in one graph do, or of the chunks of a layer; forward and backward.
 First come exchanges that need no other, then those that need one, and so on. What an exchange needs
-is computed right before it starts; the rest, gradients of weights among it, after the exchange that
-it came after, once its inputs are there. The order follows from the graph alone, neither from sizes
-nor from costs, so that it is the same on all ranks.
+is computed right before it starts; but a plan, which waits until all exchanges that started before
+it are over, before the first start for which all kernels that it needs have to run anyway:
+
+    ids, plan 1, start 1, plan 2, start 2      ->      ids, plan 1, plan 2, start 1, start 2
+
+The rest, gradients of weights among it, comes after the exchange that it came after, once its
+inputs are there. The order follows from the graph alone, neither from sizes nor from costs, so that
+it is the same on all ranks.
 
 What changes a tensor in place or draws random numbers keeps its place among what touches the same
 tensor, or draws. It refuses exchanges that are in turn already, as those of a single batch are.
@@ -19,11 +24,15 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
 from torch.fx import Graph, Node
 
 from .aliases import changed_roots, draws, may_change, roots_of
 from .graph import is_call, reorder, rewrite_matches
-from .windows import STARTS, WAITS
+from .windows import STARTS, WAITS, runs_alone
+
+_PLANS = (torch.ops.moe_ops.exchange_plan.default, torch.ops.moe_ops.gather_plan.default)
+_NEEDED, _START, _REST = range(3)  # the order within a turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +94,15 @@ def rewrite(match: Match) -> None:
     order = list(match.before)
     turn = {start: number for number, start in enumerate(match.turns)}
     needed = _turn_needed(match, turn)
-    place: dict[Node, tuple[int, bool]] = {}  # the turn, and whether it is after the start
+    place: dict[Node, tuple[int, int]] = {}  # the turn, and where in it
     latest = -1
     for node in order:
         if node.op in ("placeholder", "get_attr"):
-            place[node] = -1, False
+            place[node] = -1, _NEEDED
         elif node.op == "output":
-            place[node] = len(turn), True
+            place[node] = len(turn), _REST
         elif node in needed:
-            place[node] = needed[node], False
+            place[node] = needed[node], _START if node in turn else _NEEDED
         else:
             after = [latest, *(place[each][0] for each in match.before[node])]
             start = node.args[0] if is_call(node, *WAITS) else None
@@ -101,7 +110,7 @@ def rewrite(match: Match) -> None:
                 isinstance(start, Node) and start in turn
             ):  # nor does it help to wait before the next
                 after.append(min(turn[start] + 1, len(turn) - 1))
-            place[node] = max(after), True
+            place[node] = max(after), _REST
         latest = turn.get(node, latest)
     reorder(sorted(order, key=place.__getitem__))
 
@@ -115,7 +124,23 @@ def _turn_needed(match: Match, turn: dict[Node, int]) -> dict[Node, int]:
         if node in needed:
             for each in match.before[node]:
                 needed[each] = min(needed.get(each, len(turn)), needed[node])
+    for plan in match.before:
+        if plan in needed and is_call(plan, *_PLANS):
+            _hasten(plan, match, needed)
     return needed
+
+
+def _hasten(plan: Node, match: Match, needed: dict[Node, int]) -> None:
+    """Have a plan needed, with the cheap calls that lead to it, as early as its kernels are."""
+    along, pending, earliest = {plan}, [plan], 0
+    while pending:
+        for each in match.before[pending.pop()]:
+            if runs_alone(each):
+                earliest = max(earliest, needed[each] + is_call(each, *STARTS))
+            elif each not in along:
+                along.add(each)
+                pending.append(each)
+    needed |= {each: min(needed[each], earliest) for each in along}
 
 
 def interleave_exchanges_pass(graph: Graph) -> int:

@@ -5,9 +5,10 @@ its start and its wait.
     call, ..., start, wait      ->      start, call, wait, ...
 
 What a call brings along moves with it: what it needs, if that stands after the wait; what needs it,
-if that stands before. Windows are served in the order of their waits. Each takes, while the cost
-model leaves some of the exchange exposed, the longest call that is no longer than that, else the
-shortest; a call that hides part of a later exchange may go, since others can take its place.
+if that stands before. Windows are served in the order of their waits, twice. While the cost model
+leaves some of the exchange exposed, each takes at first the longest call that is no longer than
+that; the second time, where no such call is left, the shortest. A call that hides part of a later
+exchange may go, since others can take its place.
 
 It refuses a move across anything that has to stay (exchanges, what changes a tensor in place, what
 draws random numbers), one that leaves more time exposed in all, and one with which the graph's peak
@@ -27,10 +28,11 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from .aliases import changed_roots, draws, is_known, roots_of
+from .aliases import changed_roots, draws, may_change, roots_of
 from .cost_model import CostModel
 from .graph import is_call, name_of, reorder
 from .journal import Decision, current
+from .protect_exchange import EXCHANGES
 
 _log = logging.getLogger(__name__)
 
@@ -122,8 +124,7 @@ def fill_windows(
         return 0
     schedule, journal, count = Schedule(graph, costs), current(), 0
     calls = [call for call in calls if 1e6 * schedule.seconds[call] >= bounds.min_us]
-    for window in windows:
-        filling = schedule.fill(window, calls, bounds)
+    for window, filling in zip(windows, schedule.fill(windows, calls, bounds)):
         count += len(filling.moved)
         window.wait.meta.setdefault(_REPORT, {})[name] = filling
         _log.debug("%s: %s: %s", name, filling, filling.reason)
@@ -149,33 +150,50 @@ class Schedule:
         changed = changed_roots(self.order, self.roots)
         self.staying = {n for n in self.order if _stays(n) or self._reads(n) & changed}
         self.first_peak = self.peak(self.order)
+        self.window_of: dict[Node, Window] = {}  # of each kernel that moved, in that order
 
     def _reads(self, node: Node) -> set[Node]:
         return {self.roots[each] for each in node.all_input_nodes}
 
-    def fill(self, window: Window, calls: Sequence[Node], bounds: Bounds) -> Filling:
-        """Move calls into the window while that helps."""
-        moved: list[str] = []
-        before = exposed = self.exposed(self.order)
-        reason = _HIDDEN
-        while 1e6 * exposed[window.wait] >= bounds.min_us:
-            names, reason = self._move_one(window, calls, exposed, bounds)
-            if not names:
-                break
-            moved += names
-            exposed = self.exposed(self.order)
-        name = name_of(window.start).removesuffix("_start")
-        waits = before[window.wait], exposed[window.wait]
-        return Filling(name, tuple(moved), *waits, reason)
+    def fill(
+        self, windows: Sequence[Window], calls: Sequence[Node], bounds: Bounds
+    ) -> list[Filling]:
+        """Move calls into the windows while that helps; what each got."""
+        before: dict[Window, float] = {}
+        reasons: dict[Window, str] = {}
+        for may_exceed in (False, True):
+            for window in windows:
+                before.setdefault(window, self.exposed(self.order)[window.wait])
+                reasons[window] = self._fill_one(window, calls, bounds, may_exceed)
+        exposed, found = self.exposed(self.order), []
+        for window, reason in reasons.items():
+            name = name_of(window.start).removesuffix("_start")
+            moved = tuple(name_of(node) for node, its in self.window_of.items() if its is window)
+            found.append(Filling(name, moved, before[window], exposed[window.wait], reason))
+        return found
 
-    def _move_one(
-        self, window: Window, calls: Sequence[Node], exposed: dict[Node, float], bounds: Bounds
-    ) -> tuple[list[str], str]:
-        """Move the first call that may, with what comes along: the kernels' names, if any did, and
-        why no further one need or can.
+    def _fill_one(
+        self, window: Window, calls: Sequence[Node], bounds: Bounds, may_exceed: bool
+    ) -> str:
+        """Move calls into a window; why no more. `may_exceed`: also calls that are longer than the
+        exchange is exposed.
         """
+        while 1e6 * (exposed := self.exposed(self.order))[window.wait] >= bounds.min_us:
+            candidates = self._candidates(window, calls, exposed[window.wait], may_exceed)
+            if reason := self._move_first(window, candidates, exposed, bounds):
+                return reason
+        return _HIDDEN
+
+    def _move_first(
+        self,
+        window: Window,
+        candidates: Iterable[tuple[Node, set[Node]]],
+        exposed: dict[Node, float],
+        bounds: Bounds,
+    ) -> str | None:
+        """Move the first call that may, with what comes along; why none does, else None."""
         reason = "nothing else is independent of the exchange"
-        for call, unit in self._candidates(window, calls, exposed[window.wait]):
+        for call, unit in candidates:
             order = self._moved(unit, window)
             from_later = self.order.index(call) > self.order.index(window.wait)
             if not _improves(self.exposed(order), exposed, window.wait, from_later):
@@ -185,16 +203,19 @@ class Schedule:
             else:
                 before = set(self._between(window))
                 self.order = order
-                moved = [node for node in self._between(window) if node not in before]
-                return [name_of(node) for node in moved if runs_alone(node)], _HIDDEN
-        return [], reason
+                for node in self._between(window):
+                    if runs_alone(node) and node not in before:
+                        self.window_of.pop(node, None)
+                        self.window_of[node] = window
+                return None
+        return reason
 
     def _between(self, window: Window) -> list[Node]:
         begin = self.order.index(window.start)
         return self.order[begin + 1 : self.order.index(window.wait)]
 
     def _candidates(
-        self, window: Window, calls: Sequence[Node], exposed: float
+        self, window: Window, calls: Sequence[Node], exposed: float, may_exceed: bool
     ) -> list[tuple[Node, set[Node]]]:
         """Calls outside of a window, each with all that moves with it, in the order to try."""
         place = {node: number for number, node in enumerate(self.order)}
@@ -204,8 +225,10 @@ class Schedule:
             if begin < place[call] < end or not (unit := self._unit(call, end, place)):
                 continue
             new = sum(self.seconds[node] for node in unit if not begin < place[node] < end)
-            key = new > exposed, new if new > exposed else -new, place[call]
-            found.append((key, call, unit))
+            exceeds = new > exposed + _ROUNDING
+            if may_exceed or not exceeds:
+                key = exceeds, new if exceeds else -new, place[call]
+                found.append((key, call, unit))
         found.sort(key=lambda candidate: candidate[0])
         return [(call, unit) for _, call, unit in found]
 
@@ -233,7 +256,9 @@ class Schedule:
         return [*rest[:end], *(node for node in self.order if node in unit), *rest[end:]]
 
     def exposed(self, order: Iterable[Node]) -> dict[Node, float]:
-        """Seconds that each wait waits; exchanges run one after the other, beside the rest."""
+        """Seconds that nothing hides, under the wait, or the exchange that is whole; exchanges run
+        one after the other, beside the rest.
+        """
         now = exchange_end = 0.0
         ends: dict[Node, float] = {}
         waited: dict[Node, float] = {}
@@ -243,6 +268,9 @@ class Schedule:
             elif is_call(node, *WAITS):
                 waited[node] = max(ends.get(node.all_input_nodes[0], now) - now, 0.0)
                 now += waited[node]
+            elif is_call(node, *EXCHANGES):
+                exchange_end = max(now, exchange_end) + self.seconds[node]
+                waited[node], now = exchange_end - now, exchange_end
             else:
                 now += self.seconds[node]
         return waited
@@ -291,7 +319,7 @@ def _compute_seconds(node: Node, costs: CostModel) -> float:
 
 def _stays(node: Node) -> bool:
     """Whether a node's place among its like matters, or is not known not to."""
-    if node.op != "call_function" or not is_known(node) or node.is_impure():
+    if node.op != "call_function" or may_change(node):
         return True
     target = node.target
     if not isinstance(target, OpOverload):

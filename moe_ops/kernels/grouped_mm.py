@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from ..comm import in_flight
 from ..layout import expert_of_row, held_rows
 from . import native
 from .kernel import Kernel, capability, has_triton
@@ -52,6 +53,14 @@ def aligned_weights(w_LOI: torch.Tensor) -> torch.Tensor:
     return aligned(w_LOI)
 
 
+def tickets(like: torch.Tensor) -> torch.Tensor | None:
+    """int32 [1] of which csrc/grouped_mm.cuh draws its tiles beside an exchange. Those of its
+    clusters that find their multiprocessors taken start when the exchange is over; a share of their
+    own would then come on top of the others' time (Qwen3, wgrad: 1372 us instead of 856).
+    """
+    return like.new_zeros(1, dtype=torch.int32) if in_flight.num_in_flight() else None
+
+
 def native_grouped_mm(
     a_CI: torch.Tensor, w_LOI: torch.Tensor, offsets_L: torch.Tensor
 ) -> torch.Tensor:
@@ -80,7 +89,13 @@ def _native(
     num_rows = (a if slots is None else slots).shape[0]
     c_CO = a.new_empty(num_rows, w_LOI.shape[1])
     torch.ops.moe_ops_native.grouped_mm(
-        aligned(a), slots, top_k, aligned_weights(w_LOI), offsets_L.contiguous(), c_CO
+        aligned(a),
+        slots,
+        top_k,
+        aligned_weights(w_LOI),
+        offsets_L.contiguous(),
+        tickets(a),
+        c_CO,
     )
     return c_CO
 
@@ -102,7 +117,7 @@ def _native_wgrad(
 ) -> torch.Tensor:
     w_LOI = g_CO.new_empty(offsets_L.shape[0], g_CO.shape[1], a_CI.shape[1], dtype=dtype)
     torch.ops.moe_ops_native.grouped_mm_wgrad(
-        aligned(g_CO), aligned(a_CI), offsets_L.contiguous(), w_LOI, False
+        aligned(g_CO), aligned(a_CI), offsets_L.contiguous(), tickets(a_CI), w_LOI, False
     )
     return w_LOI
 

@@ -10,7 +10,7 @@ import math
 import torch
 
 from .blocks import ceil_div
-from .grouped_mm import aligned, aligned_weights, native_takes
+from .grouped_mm import aligned, aligned_weights, native_takes, tickets
 from .kernel import Kernel
 
 _TILE_N = 256  # kTileN of csrc/tiles.cuh: each tile adds up its part of a row weight's gradient
@@ -50,6 +50,7 @@ def native_grouped_mm_swiglu(
         aligned(w13_L2FI),
         None if row_weights_C is None else row_weights_C.contiguous(),
         offsets_L.contiguous(),
+        tickets(a),
         act,
         math.inf if limit is None else limit,
         alpha,
@@ -99,6 +100,7 @@ def native_grouped_mm_swiglu_backward(
         aligned(h_C2F),
         row_weights_C,
         offsets_L.contiguous(),
+        tickets(g),
         act,
         math.inf if limit is None else limit,
         alpha,

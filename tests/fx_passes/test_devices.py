@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 import fx_passes
+import moe_ops
 from fx_passes import cost_model, devices
 from fx_passes.devices import Figures, calibrate, figures_of
 from tests.ranks import run_on_ranks
 
+from .captured import fake_ranks
 from .compiled import POST_GRAD
 from .test_cost_model import BY_HAND, FIGURES
 
@@ -103,6 +106,66 @@ def test_calibrate_on_ranks(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"cpu": first}
     shipped = dataclasses.asdict(figures_of("cpu"))
     assert not [name for name, value in first.items() if value == shipped[name]]
+
+
+@pytest.fixture
+def set_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """As if `comm.setup` had been called with so many tokens of so many bytes."""
+
+    def set_up(max_tokens: int, row_bytes: int) -> None:
+        space = SimpleNamespace(max_tokens=max_tokens, row_bytes=row_bytes)
+        monkeypatch.setattr(devices, "nvlink", SimpleNamespace(workspace=lambda name: space))
+
+    return set_up
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        pytest.param((8192, 14336), (4096, 8192), id="ample"),
+        pytest.param((2048, 14336), (2048, 8192), id="few tokens"),
+        pytest.param((8192, 4095), (4096, 4080), id="short rows, of whole 16 bytes"),
+    ],
+)
+def test_messages_fit_what_the_group_was_set_up_for(
+    set_up: Callable[[int, int], None], sizes: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    set_up(*sizes)
+    with fake_ranks(2) as group:
+        assert devices._message(group, devices._Bench(torch.device("cuda"))) == expected
+
+
+def test_exchanges_are_of_the_size_they_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 tokens of 256 bytes, and 16; half of all copies leave."""
+    planned: list[torch.Size] = []
+    exchange_plan = moe_ops.exchange_plan
+
+    def plan(ids: torch.Tensor, *args: Any, **sizes: Any) -> Any:
+        planned.append(ids.shape)
+        return exchange_plan(ids, *args, **sizes)
+
+    def seconds(bench: Any, run: Callable[[], Any]) -> float:
+        run()
+        return float(planned[-1][0])
+
+    monkeypatch.setattr(moe_ops, "exchange_plan", plan)
+    monkeypatch.setattr(devices._Bench, "seconds", seconds)
+    with fake_ranks(2) as group:
+        found = devices._exchange(group, 40, 256, devices._Bench(torch.device("cpu")))
+    assert set(planned) == {(16, 8), (40, 8)}
+    copies = devices.expected_copies(40, 8, 2) / 2
+    assert found["exchange_bytes_per_s"] == pytest.approx(copies * 256 / (40 / 2 - 16 / 2))
+
+
+def test_calibrate_refuses_messages_too_small_to_tell(
+    set_up: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before anything is measured; ranks agree on what they were set up for."""
+    set_up(1000, 8192)
+    monkeypatch.setattr(devices, "_on_cpu", lambda: True)
+    monkeypatch.setattr(devices, "_progress", None)
+    with fake_ranks(2) as group, pytest.raises(ValueError, match="got 1000 tokens of 8192 bytes"):
+        calibrate(tmp_path / "devices.json", group)
 
 
 @pytest.mark.gpu

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
+from fx_passes.graph import is_call
 from fx_passes.interleave_exchanges import find_turns, interleave_exchanges_pass
+from fx_passes.windows import STARTS
 from moe_ops.comm import in_flight
 from moe_ops.testing import assert_close, assert_equal
 from tests.nn.layers import capacity_fields
@@ -56,9 +60,81 @@ def test_batches_take_turns() -> None:
     assert str(module.graph) == before
 
 
-def kernels_without_numbers(graph: torch.fx.Graph) -> str:
-    names = kernels(graph).split()
+def kernels_without_numbers(graph: torch.fx.Graph, plans: bool = False) -> str:
+    names = kernels(graph, plans).split()
     return " ".join("mm" if name.startswith("mm") else name for name in names)
+
+
+def attending(x, ids, w, dropout):
+    """Two layers behind an attention each."""
+    for _ in range(2):
+        q = (x @ w)[None, None]
+        y = F.scaled_dot_product_attention(q, q, q, dropout_p=dropout)[0, 0]
+        rows, plan = dispatch(y, ids)
+        x = combine(rows, plan)
+    return x
+
+
+@pytest.mark.parametrize(("dropout", "expected"), [(0.0, "dDcCdDcC"), (0.1, "dcdDcCDC")])
+def test_batches_with_attention(dropout: float, expected: str) -> None:
+    """Draws of the first batch come before those of the second, whose letters are great."""
+
+    def function(x, ids, w):
+        return attending(x, ids, w, dropout), attending(x * 2, ids, w, dropout)
+
+    module, args = trace(function)
+    starts = [node for node in module.graph.nodes if is_call(node, *STARTS)]
+    letters = dict(zip(starts, "dcdcDCDC", strict=True))
+    torch.manual_seed(1)
+    results = module(*args)
+    assert interleave_exchanges_pass(module.graph) == 1
+    assert "".join(letters[node] for node in module.graph.nodes if node in letters) == expected
+    module.recompile()
+    torch.manual_seed(1)
+    for number, (found, wanted) in enumerate(zip(module(*args), results, strict=True)):
+        assert_equal(f"result {number}", found, wanted)
+
+
+def layer(x, scores):
+    rows, plan = dispatch(x, scores[:, :4].topk(2)[1].int())
+    return combine(rows * 2, plan)
+
+
+def test_plans_of_chunks_come_before_the_first_exchange() -> None:
+    """One matmul gives the scores of all tokens."""
+
+    def function(x, ids, w):
+        return [layer(*part) for part in zip(x.split([4, 3]), (x @ w).split([4, 3]))]
+
+    assert_order(
+        function,
+        "mm exchange_plan exchange_plan dispatch_start dispatch_start dispatch_wait combine_start "
+        "dispatch_wait combine_start combine_wait combine_wait",
+    )
+
+
+def test_plans_of_batches_come_behind_their_matmul() -> None:
+    def function(x, ids, w):
+        return [layer(part, part @ w) for part in x.split([4, 3])]
+
+    assert_order(
+        function,
+        "mm exchange_plan dispatch_start mm exchange_plan dispatch_start dispatch_wait "
+        "combine_start dispatch_wait combine_start combine_wait combine_wait",
+    )
+
+
+def assert_order(function: Callable[..., Any], expected: str) -> None:
+    """Of all kernels, once the exchanges of `function` have taken turns; its results stay."""
+    module, args = trace(function)
+    results = module(*args)
+    assert interleave_exchanges_pass(module.graph) == 1
+    module.graph.lint()
+    module.recompile()
+    assert kernels_without_numbers(module.graph, plans=True) == expected
+    for number, (found, wanted) in enumerate(zip(module(*args), results, strict=True)):
+        assert_equal(f"result {number}", found, wanted)
+    assert interleave_exchanges_pass(module.graph) == 0
 
 
 def with_a_gradient(x, ids, w):

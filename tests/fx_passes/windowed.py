@@ -50,20 +50,23 @@ class Times(CostModel):
         return 1e-6 * self.times.get(label(node), 0.0)
 
 
-def trace(function: Callable[..., Any]) -> tuple[GraphModule, list[torch.Tensor]]:
-    """The graph of `function(x, ids, w)` with its exchanges in two halves."""
+def trace(
+    function: Callable[..., Any], split: bool = True
+) -> tuple[GraphModule, list[torch.Tensor]]:
+    """The graph of `function(x, ids, w)`, with its exchanges in two halves if `split`."""
     torch.manual_seed(0)
     args = [torch.randn(7, 8), make_ids(7, 2, 4, none_fraction=0.2), torch.randn(8, 8)]
     module = make_fx(function, tracing_mode="fake")(*args)
-    split_exchange_pass(module.graph)
+    if split:
+        split_exchange_pass(module.graph)
     module.recompile()
     return module, args
 
 
-def kernels(graph: Graph) -> str:
-    """Labels of kernels in order, but plans."""
+def kernels(graph: Graph, plans: bool = False) -> str:
+    """Labels of kernels in order, of plans only if asked for."""
     labels = [label(node) for node in graph.nodes if runs_alone(node)]
-    return " ".join(name for name in labels if name != "exchange_plan")
+    return " ".join(name for name in labels if plans or name != "exchange_plan")
 
 
 def check_fills(

@@ -205,27 +205,29 @@ def check(op: str, *args: Any, by_native: bool = True) -> None:
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
-def launch(empty: Empty, op: str, *args: Any) -> list[torch.Tensor]:
+def launch(
+    empty: Empty, op: str, *args: Any, tickets: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """What the operator returns, by the bare call behind it, with outputs that `empty` makes."""
     library = torch.ops.moe_ops_native
     if op.startswith("grouped_mm_wgrad"):
         g, a, offsets = args
         dtype = torch.float32 if op.endswith("_f32") else a.dtype
         w = empty((offsets.shape[0], g.shape[1], a.shape[1]), dtype)
-        library.grouped_mm_wgrad(g, a, offsets, w, False)
+        library.grouped_mm_wgrad(g, a, offsets, tickets, w, False)
         return [w]
     if "swiglu" not in op:
         a, *gather, w, offsets = args
         slots, top_k = gather or (None, 1)
         c = empty(((a if slots is None else slots).shape[0], w.shape[1]), a.dtype)
-        library.grouped_mm(a, slots, top_k, w, offsets, c)
+        library.grouped_mm(a, slots, top_k, w, offsets, tickets, c)
         return [c]
     if op == "grouped_mm_swiglu":
-        return _launch_swiglu(empty, *args)
-    return _launch_swiglu_backward(empty, *args)
+        return _launch_swiglu(empty, tickets, *args)
+    return _launch_swiglu_backward(empty, tickets, *args)
 
 
-def _launch_swiglu(empty: Empty, *args: Any) -> list[torch.Tensor]:
+def _launch_swiglu(empty: Empty, tickets: torch.Tensor | None, *args: Any) -> list[torch.Tensor]:
     a, _, _, w13, row_weights, offsets, act, limit, *scales, keep_h = args
     num_rows, width = a.shape[0], w13.shape[1]
     h, out = (
@@ -234,20 +236,22 @@ def _launch_swiglu(empty: Empty, *args: Any) -> list[torch.Tensor]:
     )
     limit = torch.inf if limit is None else limit
     torch.ops.moe_ops_native.grouped_mm_swiglu(
-        *(a, w13, row_weights, offsets, act, limit, *scales),
+        *(a, w13, row_weights, offsets, tickets, act, limit, *scales),
         *(h if keep_h else None, out),
     )
     return [h, out]
 
 
-def _launch_swiglu_backward(empty: Empty, *args: Any) -> list[torch.Tensor]:
+def _launch_swiglu_backward(
+    empty: Empty, tickets: torch.Tensor | None, *args: Any
+) -> list[torch.Tensor]:
     g, _, _, w, h, row_weights, offsets, act, limit, *scales = args
     num_rows, width = h.shape[0], w.shape[1]
     grad_h, out = empty(tuple(h.shape), h.dtype), empty((num_rows, width), h.dtype)
     parts = empty((num_rows if row_weights is not None else 0, -(-width // 256)), torch.float32)
     limit = torch.inf if limit is None else limit
     torch.ops.moe_ops_native.grouped_mm_swiglu_backward(
-        *(g, w, h, row_weights, offsets, act, limit, *scales),
+        *(g, w, h, row_weights, offsets, tickets, act, limit, *scales),
         *(grad_h, out, None if row_weights is None else parts),
     )
     return [grad_h, out, parts.clone().sum(1)]
@@ -263,7 +267,8 @@ def main() -> None:
         return torch.empty(shape, dtype=dtype, device=DEVICE)
 
     for call in CALLS.values():
-        launch(empty, call.op, *call.arguments(sizes))
+        for tickets in (None, torch.zeros(1, dtype=torch.int32, device=DEVICE)):
+            launch(empty, call.op, *call.arguments(sizes), tickets=tickets)
     torch.cuda.synchronize()
 
 

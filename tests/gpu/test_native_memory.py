@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 import fx_passes
 from csrc import build
 from moe_ops import kernels
+from moe_ops.comm import in_flight
 from moe_ops.nn import MoE, MoEConfig
 from moe_ops.testing import assert_close, assert_equal
 from tests.gpu import captured, native_calls
@@ -86,12 +88,15 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_launch(op: str, args: tuple[Any, ...], expected: list[torch.Tensor]) -> None:
-    """The bare call gives these bits, writes nothing else, and leaves its inputs alone."""
+    """The bare call gives these bits, writes nothing else, and leaves its inputs alone; also where
+    its clusters draw their tiles.
+    """
     outputs, inputs = Outputs(), pytree.tree_map_only(torch.Tensor, guarded, args)
-    found = launch(outputs, op, *inputs)
-    outputs.check()
-    for index, (value, wanted) in enumerate(zip(found, expected, strict=True)):
-        assert_equal(f"output {index}", value, wanted)
+    for tickets in (None, torch.zeros(1, dtype=torch.int32, device=DEVICE)):
+        found = launch(outputs, op, *inputs, tickets=tickets)
+        outputs.check()
+        for index, (value, wanted) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(f"output {index}", value, wanted)
     for index, (value, wanted) in enumerate(zip(inputs, args, strict=True)):
         if isinstance(wanted, torch.Tensor):
             assert_equal(f"input {index}", value, wanted)
@@ -134,7 +139,7 @@ def test_native_wgrad_adds_in_float32(counts: list[int], dtype: torch.dtype) -> 
     total_LOI.copy_(values(*wgrad_LOI.shape, dtype=torch.float32, seed=9))
     expected = total_LOI.clone()
     for step in range(3):
-        torch.ops.moe_ops_native.grouped_mm_wgrad(*args, total_LOI, True)
+        torch.ops.moe_ops_native.grouped_mm_wgrad(*args, None, total_LOI, True)
         expected = expected + wgrad_LOI
         assert_equal(f"sum after step {step}", total_LOI, expected)
     outputs.check()
@@ -143,7 +148,9 @@ def test_native_wgrad_adds_in_float32(counts: list[int], dtype: torch.dtype) -> 
 @all_calls
 @DTYPES
 def test_native_gives_the_same_bits_in_every_run(dtype: torch.dtype, call: str) -> None:
-    """50 of them, half beside a matmul on another stream that takes multiprocessors away."""
+    """50 of them, half as if beside an exchange, with a matmul on another stream that takes
+    multiprocessors away.
+    """
     sizes = Sizes(counts=[1300, 0, 77, 1, 2500, 640], width_o=776, width_i=1416, dtype=dtype)
     op, args = CALLS[call].op, CALLS[call].arguments(sizes)
     assert is_native(op, *args)
@@ -154,7 +161,9 @@ def test_native_gives_the_same_bits_in_every_run(dtype: torch.dtype, call: str) 
         if number % 2:
             with torch.cuda.stream(aside):
                 noise @ noise
-        for index, (found, expected) in enumerate(zip(run(op, *args), first, strict=True)):
+        with mock.patch.object(in_flight, "num_in_flight", lambda number=number: number % 2):
+            outputs = run(op, *args)
+        for index, (found, expected) in enumerate(zip(outputs, first, strict=True)):
             assert_equal(f"output {index} of run {number}", found, expected)
     aside.synchronize()
 

@@ -82,7 +82,7 @@ def _compiled(rank: int) -> None:
         for number, (value, wanted) in enumerate(zip(step(compiled), step(layer), strict=True)):
             assert_close(f"{name}: result {number}", value, wanted)
         torch.compiler.cudagraph_mark_step_begin()
-        _kept = compiled(leaves[0], router_ids=ids_TK)  # with what it saved, into the next step
+        compiled(leaves[0], router_ids=ids_TK)  # its backward never runs
     layer.check_overflow()
 
 
