@@ -1,10 +1,11 @@
-"""The command line: `moe-ops info` says what runs here, `moe-ops demo` trains a small model; other
-packages add commands (`moe_ops.extensions`).
+"""The command line: `moe-ops info` says what runs here, `moe-ops demo` trains a small model,
+`moe-ops layout` prints the places of ranks; other packages add commands (`moe_ops.extensions`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -20,6 +21,11 @@ from . import __version__, comm, extensions, kernels
 from .kernels import autotune, native
 
 _DEMO_EXTRAS = ("matplotlib", "tqdm")
+# Commands by name: the module, as of an extension, and a line of help.
+_COMMANDS = {
+    "demo": (".demo", "train a small MoE transformer with expert parallelism"),
+    "layout": (".parallel.layout_command", "print which place each rank has in a parallel layout"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moe-ops", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, devices, exchange engines and kernels")
-    helps = {"demo": "train a small MoE transformer with expert parallelism"}
+    helps = {name: text for name, (_, text) in _COMMANDS.items()}
     helps |= {name: f"see {entry.module}" for name, entry in extensions.commands().items()}
     parsers = {
         name: commands.add_parser(
@@ -53,11 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str) -> Any:
-    if name != "demo":
+    if name not in _COMMANDS:
         return extensions.commands()[name].load()
-    from . import demo  # noqa: PLC0415 - `info` needs none of the demo's packages
-
-    return demo
+    return importlib.import_module(_COMMANDS[name][0], __package__)
 
 
 def _info() -> int:
