@@ -267,6 +267,7 @@ class Bench:
             self.steps[name] = step
 
     def _prepare(self, name: str, row: Row) -> Step | Replay:
+        # One function, compiled for every shape and variant.
         with torch._dynamo.config.patch(
             capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, recompile_limit=256
         ):

@@ -1,6 +1,6 @@
 // Grouped matmul on sm_90a: for every expert a [rows, K] @ b [K, N], with a producer warp that copies tiles into a ring
-// of stages, which tell whose tiles they are, and two warpgroups that multiply 64 x 256 each. kWgrad sums over the
-// expert's rows instead.
+// of stages, of which a tile's first also says which tile it is, and two warpgroups that multiply 64 x 256 each. kWgrad
+// sums over the expert's rows instead.
 //
 //            a (M x K)                    b (K x N)                        out
 //   forward  rows, or gathered tokens     w[e], K contiguous               rows
@@ -120,6 +120,7 @@ class GroupedMatmul {
       position = __shfl_sync(hopper::kAllLanes, position, 0);
     }
     if (lane() == 0) announce_end();
+    __syncwarp();  // the cluster's barrier is for whole warps
   }
 
   // The same with gathered rows, by 16-byte copies, eight a thread and stage: thread t brings piece t % 8 of rows t /
@@ -168,6 +169,7 @@ class GroupedMatmul {
     }
     if (previous >= 0) hand_over<0>(previous);
     if (thread == 0) announce_end();
+    __syncwarp();
     hopper::barrier_wait(empty(stage_), phase_ ^ 1);
     hopper::barrier_arrive(full(stage_));
   }

@@ -24,6 +24,8 @@ struct Groups {
   int n_tiles;
 };
 
+constexpr int kNoExpert = -1;
+
 struct Tile {
   int expert;               // kNoExpert: after the last tile
   int first_row, num_rows;  // of the expert
@@ -31,15 +33,13 @@ struct Tile {
   bool shares_b;
 };
 
-constexpr int kNoExpert = -1;
-
 template <Form kForm>
 class TileWalk {
  public:
   __device__ explicit TileWalk(const Groups& groups) : groups_(groups) { load_window(); }
 
-  // This CTA's tile of the pair at `position`, which never goes back; the same for all lanes of a warp. False after the
-  // last.
+  // This CTA's tile of the pair at `position`, which must not decrease; the same for all lanes of a warp. False after
+  // the last.
   __device__ bool find(int position, Tile& tile) {
     while (window_ < groups_.num_experts) {
       const int pair = position - window_position_;

@@ -116,14 +116,14 @@ def calibrate(
 
     Args:
         path: file to write to, other than `user_table()`, where `cost_model` looks.
-        group: ranks that exchange, all of which call this, after `moe_ops.comm.setup` with 4096
-            tokens of 8192 bytes or more, or messages are as small as that says; rank 0's figures
-            become those of all, so that all schedule alike. None: figures of exchanges stay as the
-            table has them.
+        group: ranks that exchange, all of which call this, after `moe_ops.comm.setup`: messages are
+            of 4096 tokens of 8192 bytes, or as long as that allows; rank 0's figures become those
+            of all, so that all schedule alike. None: figures of exchanges stay as the table has
+            them, also where torch.distributed runs.
 
     Raises:
-        ValueError: on every rank, if the group was set up for messages too small to tell a
-            bandwidth.
+        ValueError: on every rank, if the group was set up for less than 8 MiB at once, which
+            tells no bandwidth, or exchanges what lies elsewhere than on the device.
     """
     device = device_of(group) if group else torch.device("cpu" if _on_cpu() else "cuda")
     if device.type != ("cpu" if _on_cpu() else "cuda"):
@@ -250,8 +250,8 @@ def _message(group: dist.ProcessGroup, bench: _Bench) -> tuple[int, int]:
     num_tokens, row_bytes = bench.size(4096, 512), bench.size(8192, 1024)
     if (space := nvlink.workspace(group.group_name)) is None:
         return num_tokens, row_bytes
-    num_tokens = min(num_tokens, space.max_tokens)
     row_bytes = min(row_bytes, space.row_bytes // _ROW_UNIT * _ROW_UNIT)
+    num_tokens = min(max(num_tokens, -(-_LEAST_BYTES // row_bytes)), space.max_tokens)
     if num_tokens * row_bytes < _LEAST_BYTES:
         raise ValueError(
             f"calibrate: group must exchange at least {_LEAST_BYTES} bytes at once to tell a "

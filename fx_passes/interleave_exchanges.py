@@ -86,7 +86,20 @@ def _before(order: Sequence[Node]) -> dict[Node, list[Node]]:
 
 def why_not(match: Match) -> str | None:
     """Why the exchanges stay in order."""
-    return "the exchanges are in turn" if match.starts == match.turns else None
+    if match.starts != match.turns or _plans_first(match):
+        return None
+    return "the exchanges are in turn"
+
+
+def _plans_first(match: Match) -> bool:
+    """Whether a plan would come before a start that it stands behind."""
+    turn = {start: number for number, start in enumerate(match.turns)}
+    needed, latest = _turn_needed(match, turn), -1
+    for node in match.before:
+        if is_call(node, *_PLANS) and needed.get(node, latest) < latest + 1:
+            return True
+        latest = turn.get(node, latest)
+    return False
 
 
 def rewrite(match: Match) -> None:
@@ -106,9 +119,8 @@ def rewrite(match: Match) -> None:
         else:
             after = [latest, *(place[each][0] for each in match.before[node])]
             start = node.args[0] if is_call(node, *WAITS) else None
-            if (
-                isinstance(start, Node) and start in turn
-            ):  # nor does it help to wait before the next
+            # Nor does it help to wait before the next starts.
+            if isinstance(start, Node) and start in turn:
                 after.append(min(turn[start] + 1, len(turn) - 1))
             place[node] = max(after), _REST
         latest = turn.get(node, latest)

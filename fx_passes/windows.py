@@ -150,7 +150,7 @@ class Schedule:
         changed = changed_roots(self.order, self.roots)
         self.staying = {n for n in self.order if _stays(n) or self._reads(n) & changed}
         self.first_peak = self.peak(self.order)
-        self.window_of: dict[Node, Window] = {}  # of each kernel that moved, in that order
+        self.window_of: dict[Node, Window] = {}  # of each kernel that moved, as they moved
 
     def _reads(self, node: Node) -> set[Node]:
         return {self.roots[each] for each in node.all_input_nodes}
@@ -159,17 +159,21 @@ class Schedule:
         self, windows: Sequence[Window], calls: Sequence[Node], bounds: Bounds
     ) -> list[Filling]:
         """Move calls into the windows while that helps; what each got."""
-        before: dict[Window, float] = {}
+        before = self.exposed(self.order)
         reasons: dict[Window, str] = {}
-        for may_exceed in (False, True):
+        for may_exceed in (False, True, True):  # the last one, where a window lost what it had
             for window in windows:
-                before.setdefault(window, self.exposed(self.order)[window.wait])
                 reasons[window] = self._fill_one(window, calls, bounds, may_exceed)
         exposed, found = self.exposed(self.order), []
         for window, reason in reasons.items():
             name = name_of(window.start).removesuffix("_start")
-            moved = tuple(name_of(node) for node, its in self.window_of.items() if its is window)
-            found.append(Filling(name, moved, before[window], exposed[window.wait], reason))
+            moved = tuple(
+                name_of(node) for node, taker in self.window_of.items() if taker == window
+            )
+            waits = before[window.wait], exposed[window.wait]
+            if reason == _HIDDEN and 1e6 * waits[1] >= bounds.min_us:
+                reason = "its calls hide another exchange"
+            found.append(Filling(name, moved, *waits, reason))
         return found
 
     def _fill_one(

@@ -5,6 +5,9 @@ from ._library import tag_compile_caches
 from .layout import Plan
 from .ops.all_gather_rows import all_gather_rows, reduce_scatter_rows
 from .ops.all_to_all import all_to_all
+from .ops.cp_attention import cp_attention
+from .ops.cp_shift import cp_shift
+from .ops.cp_split import cp_split, cp_unsplit
 from .ops.dispatch import combine, dispatch
 from .ops.exchange_plan import exchange_plan
 from .ops.gather_plan import gather_plan
@@ -26,6 +29,10 @@ __all__ = [
     "all_to_all",
     "combine",
     "comm",
+    "cp_attention",
+    "cp_shift",
+    "cp_split",
+    "cp_unsplit",
     "dispatch",
     "exchange_plan",
     "gather_plan",

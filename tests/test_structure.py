@@ -244,6 +244,8 @@ def test_op_lies_where_its_name_says(op: str) -> None:
     mirrors = {
         "combine": "dispatch",
         **dict.fromkeys(("dispatch_wait", "combine_start", "combine_wait"), "dispatch_start"),
+        **dict.fromkeys(("cp_shift_start", "cp_shift_wait"), "cp_shift"),
+        "cp_unsplit": "cp_split",
         "unpermute": "permute",
         "reduce_scatter_rows": "all_gather_rows",
         "grouped_mm_wgrad_f32": "grouped_mm",

@@ -75,6 +75,14 @@ def in_tree_of_graphs(device: torch.device) -> bool:
     return False
 
 
+def runs_beside(device: torch.device) -> bool:
+    """Whether an exchange of the device that was started, and not waited for, has a stream of its
+    own.
+    """
+    exchanges = list(_in_flight.values())
+    return any(e.done is not None and e.outputs[0].device == device for e in exchanges)
+
+
 def num_in_flight() -> int:
     """Exchanges started and not waited for: 0 after a whole step."""
     return len(_in_flight)

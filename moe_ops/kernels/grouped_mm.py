@@ -56,9 +56,11 @@ def aligned_weights(w_LOI: torch.Tensor) -> torch.Tensor:
 def tickets(like: torch.Tensor) -> torch.Tensor | None:
     """int32 [1] of which csrc/grouped_mm.cuh draws its tiles beside an exchange. Those of its
     clusters that find their multiprocessors taken start when the exchange is over; a share of their
-    own would then come on top of the others' time (Qwen3, wgrad: 1372 us instead of 856).
+    own would then come on top of the others' time (Qwen3, wgrad: 1372 us instead of 856). Gathered
+    rows know their tiles ahead and are not drawn.
     """
-    return like.new_zeros(1, dtype=torch.int32) if in_flight.num_in_flight() else None
+    beside = in_flight.runs_beside(like.device)
+    return like.new_zeros(1, dtype=torch.int32) if beside else None
 
 
 def native_grouped_mm(
@@ -94,7 +96,7 @@ def _native(
         top_k,
         aligned_weights(w_LOI),
         offsets_L.contiguous(),
-        tickets(a),
+        tickets(a) if slots is None else None,
         c_CO,
     )
     return c_CO

@@ -3,6 +3,9 @@
 from . import (
     all_gather_rows,
     all_to_all,
+    cp_attention,
+    cp_shift,
+    cp_split,
     dispatch,
     dispatch_start,
     exchange_plan,
@@ -24,6 +27,9 @@ from . import (
 __all__ = [
     "all_gather_rows",
     "all_to_all",
+    "cp_attention",
+    "cp_shift",
+    "cp_split",
     "dispatch",
     "dispatch_start",
     "exchange_plan",

@@ -27,8 +27,8 @@ def only(graph: Graph, target: Any) -> Node:
 
 
 @contextlib.contextmanager
-def fake_ranks(size: int) -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+def fake_ranks(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield dist.group.WORLD
     finally:

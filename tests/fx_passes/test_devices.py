@@ -125,6 +125,8 @@ def set_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
         pytest.param((8192, 14336), (4096, 8192), id="ample"),
         pytest.param((2048, 14336), (2048, 8192), id="few tokens"),
         pytest.param((8192, 4095), (4096, 4080), id="short rows, of whole 16 bytes"),
+        pytest.param((100000, 1024), (8192, 1024), id="many short rows"),
+        pytest.param((1024, 8192), (1024, 8192), id="8 MiB"),
     ],
 )
 def test_messages_fit_what_the_group_was_set_up_for(
@@ -161,10 +163,11 @@ def test_calibrate_refuses_messages_too_small_to_tell(
     set_up: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Before anything is measured; ranks agree on what they were set up for."""
-    set_up(1000, 8192)
-    monkeypatch.setattr(devices, "_on_cpu", lambda: True)
+    set_up(1023, 8192)
+    monkeypatch.setattr(devices, "_on_cpu", lambda: False)
+    monkeypatch.setattr(devices, "device_of", lambda group: torch.device("cuda"))
     monkeypatch.setattr(devices, "_progress", None)
-    with fake_ranks(2) as group, pytest.raises(ValueError, match="got 1000 tokens of 8192 bytes"):
+    with fake_ranks(2) as group, pytest.raises(ValueError, match="got 1023 tokens of 8192 bytes"):
         calibrate(tmp_path / "devices.json", group)
 
 

@@ -113,6 +113,19 @@ def test_plans_of_chunks_come_before_the_first_exchange() -> None:
     )
 
 
+def test_plans_come_first_where_exchanges_are_in_turn() -> None:
+    def function(x, ids, w):
+        rows, plan = dispatch(x, ids)
+        others, other_plan = dispatch(x * 2, ids)
+        return combine(rows, plan), combine(others, other_plan)
+
+    assert_order(
+        function,
+        "exchange_plan exchange_plan dispatch_start dispatch_start dispatch_wait combine_start "
+        "dispatch_wait combine_start combine_wait combine_wait",
+    )
+
+
 def test_plans_of_batches_come_behind_their_matmul() -> None:
     def function(x, ids, w):
         return [layer(part, part @ w) for part in x.split([4, 3])]
@@ -193,7 +206,11 @@ def test_those_who_read_what_is_written_later_need_not_wait_for_each_other() -> 
 
 
 def test_refuses_exchanges_in_turn(caplog: pytest.LogCaptureFixture) -> None:
-    module, _ = trace(lambda x, ids, w: batch(x, ids, w))
+    def function(x, ids, w):
+        y = layer(x, x @ w)
+        return layer(y, y @ w)
+
+    module, _ = trace(function)
     before = str(module.graph)
     with caplog.at_level(logging.DEBUG, logger="fx_passes"):
         assert interleave_exchanges_pass(module.graph) == 0

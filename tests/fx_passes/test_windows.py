@@ -14,7 +14,7 @@ from fx_passes.graph import name_of
 from fx_passes.timeline import EXPOSED, seconds_of, timeline
 from fx_passes.windows import Bounds, Schedule, fill_windows, fillings, runs_alone
 
-from .windowed import Times, check_fills, combine, dispatch, trace
+from .windowed import Times, check_fills, combine, dispatch, label, trace
 
 
 def fill(graph: Graph, costs: CostModel, bounds: Bounds) -> int:
@@ -120,3 +120,24 @@ def test_attention_stays_if_it_draws(dropout: float) -> None:
     staying = Schedule(module.graph, Times({})).staying
     assert (attention in staying) == (dropout > 0)
     assert matmul not in staying
+
+
+def two_exchanges(x, ids, w):
+    rows, plan = dispatch(x, ids)
+    return combine(rows * 2, plan), x @ w, (x * 3) @ w
+
+
+def test_a_window_that_loses_its_call_gets_another() -> None:
+    """mm, placed in the dispatch's window, is all that hides the combine; mm_1 then hides what it
+    can of the dispatch, whose report tells of the rest.
+    """
+    module, _ = trace(two_exchanges)
+    nodes = {label(node): node for node in module.graph.nodes}
+    nodes["dispatch_wait"].prepend(nodes["mm"])
+    times = {"dispatch_start": 10.0, "combine_start": 100.0, "mm": 110.0, "mm_1": 9.0}
+    fill(module.graph, Times(times), Bounds())
+    (_, first), (_, second) = fillings(module.graph)
+    assert (first.moved, second.moved) == (("mm",), ("mm",))
+    assert 1e6 * first.exposed == pytest.approx(1.0)
+    assert first.exposed_before == pytest.approx(0.0)
+    assert second.exposed == pytest.approx(0.0)

@@ -226,6 +226,39 @@ def _reduce_scatter_rows(s: Sizes) -> list[Arguments]:
     return [(s.values(total + 2, s.hidden_size), counts, s.num_tokens, s.group_name)]
 
 
+def _cp_tensors(s: Sizes, *shapes: tuple[int, ...]) -> Arguments:
+    """Equal in shape on all ranks, which may hold different numbers of tokens."""
+    return tuple(s.values(*shape) for shape in shapes)
+
+
+def _cp_whole(s: Sizes) -> list[Arguments]:
+    size = 4 * comm.group_size(s.group_name)
+    x, y = _cp_tensors(s, (3, size), (size, 2, 3))
+    return [(x, 1, s.group_name), (y, -3, s.group_name)]
+
+
+def _cp_part(s: Sizes) -> list[Arguments]:
+    x, y = _cp_tensors(s, (3, 4), (6, 2, 3))
+    return [(x, 1, s.group_name), (y, -3, s.group_name)]
+
+
+def _cp_shift(s: Sizes) -> list[Arguments]:
+    buf, dep = _cp_tensors(s, (6,), (2, 3))
+    return [(buf, dep, 1, s.group_name), (buf, buf, -3, s.group_name)]
+
+
+def _cp_attention(s: Sizes) -> list[Arguments]:
+    q, k, v = _cp_tensors(s, (1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8))
+    return [(q, k, v, True, 0.3, s.group_name), (q, q, q, False, 0.3, s.group_name)]
+
+
+def _cp_attention_backward(s: Sizes) -> list[Arguments]:
+    cases = [_detached(arguments) for arguments in _cp_attention(s)]
+    return [
+        (torch.ones_like(c[0]), *c[:3], *torch.ops.moe_ops.cp_attention(*c), *c[3:]) for c in cases
+    ]
+
+
 def _detached(arguments: Arguments) -> Arguments:
     return tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
 
@@ -253,6 +286,13 @@ _BUILDERS: dict[str, Callable[[Sizes], list[Arguments]]] = {
     "gather_plan": _gather_plan,
     "all_gather_rows": _all_gather_rows,
     "reduce_scatter_rows": _reduce_scatter_rows,
+    "cp_split": _cp_whole,
+    "cp_split_backward": _cp_part,
+    "cp_unsplit": _cp_part,
+    "cp_unsplit_backward": _cp_whole,
+    "cp_shift": _cp_shift,
+    "cp_attention": _cp_attention,
+    "cp_attention_backward": _cp_attention_backward,
 }
 OPS = sorted(_library.OPS)
 COLLECTIVE_OPS = [op for op in OPS if "str group_name" in _library.OPS[op].schema]

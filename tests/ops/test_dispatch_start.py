@@ -33,6 +33,7 @@ def _halves(rank: int, tokens: tuple[int, ...], mode: str, weighted: bool = True
     first = OPS.dispatch_start(x_TH, sent, tensors, name, "full", 0)
     second = OPS.dispatch_start(other_TH, sent, tensors, name, "fp8", 0)
     assert in_flight.num_in_flight() == 2
+    assert not in_flight.runs_beside(x_TH.device)  # on the CPU it is over
     assert first.dtype == torch.int64 and first.shape == (1,)
     expected = moe_ops.ops.dispatch._dispatch(other_TH, sent, tensors, name, "fp8")
     found = OPS.dispatch_wait(second, other_TH, sent, tensors)
