@@ -83,8 +83,14 @@ def config_of(
     """`config`, or what the JSON file of that path holds, with `overrides`.
 
     Raises:
-        ValueError: of a field that there is not, or a value that it does not take.
+        ValueError: of a field that there is not, a value that it does not take, or a `config` that
+            is neither.
     """
+    if not isinstance(config, PassConfig | str | os.PathLike | None):
+        raise ValueError(
+            "options: config must be a PassConfig or a path, got a "
+            f"{type(config).__name__}; pass settings by keyword"
+        )
     if not isinstance(config, PassConfig):
         config = PassConfig() if config is None else read(config)
     return dataclasses.replace(config, **_checked(overrides, "options"))

@@ -105,7 +105,8 @@ def tune(
 
     Args:
         model, inputs: as for `explain`.
-        budget_s: seconds after which nothing more is tried.
+        budget_s: seconds after which no other setting is started; the default is compiled and timed
+            however long that takes.
         path: JSON file for the result, which `options(config=path)` reads; rank 0 writes it.
         group: all ranks that run the model together; None: all there are.
         candidates: values to try by field of `PassConfig`; None: numbers of chunks and of an
@@ -121,7 +122,7 @@ def tune(
     bar, ranks, inductor = progress_bar(), Ranks(group), how.pop("inductor", None)
 
     def check() -> tuple[PassConfig, dict[str, list[PassConfig]], float, str]:
-        _check(budget_s, path if ranks.rank == 0 else None)
+        _check(budget_s, path if ranks.rank == 0 else None, candidates)
         default, varied = _configurations(candidates, **how)
         options(default, inductor=inductor)
         return default, varied, budget_s, repr(sorted((inductor or {}).items()))
@@ -145,13 +146,22 @@ def tune(
     return tuned
 
 
-def _check(budget_s: float, path: str | os.PathLike[str] | None) -> None:
+def _check(
+    budget_s: float, path: str | os.PathLike[str] | None, candidates: Mapping[str, Any] | None
+) -> None:
+    if not isinstance(budget_s, (int, float)):
+        raise ValueError(f"tune: budget_s must be a number, got {budget_s!r}")
     if not 0 < budget_s < math.inf:
         raise ValueError(f"tune: budget_s must be positive and finite, got {budget_s}")
     if path is not None and not can_write(path):
         raise ValueError(
             f"tune: path must be a file in a folder that can be written, got {os.fspath(path)!r}"
         )
+    if candidates is not None and not isinstance(candidates, Mapping):
+        raise ValueError(f"tune: candidates must be a dict of sequences, got {candidates!r}")
+    for name, values in (candidates or {}).items():
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise ValueError(f"tune: candidates of {name} must be a sequence, got {values!r}")
 
 
 def can_write(path: str | os.PathLike[str]) -> bool:

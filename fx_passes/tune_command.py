@@ -18,7 +18,7 @@ from .tune import can_write, progress_bar, tune
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, how long, and where results go."""
     demo_model.add_arguments(parser)
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds to try settings")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds to try other settings")
     parser.add_argument("--out", default="tuned.json", help="JSON file for the settings")
 
 
@@ -44,4 +44,6 @@ def _work(
     tuned = tune(model, tokens_BT, budget_s=args.budget, path=args.out, **demo_model.how(args))
     if rank == 0:
         print(tuned)
+        if not tuned.measured["tried"]:
+            print("no other setting was tried: the budget ended")
         print(f"written to {args.out}")

@@ -59,6 +59,12 @@ def one_of(op: str, name: str, value: object, allowed: Sequence[object]) -> None
         raise ValueError(f"{op}: {name} must be one of {list(allowed)}, got {value!r}")
 
 
+def whole_number(op: str, name: str, value: object) -> None:
+    """`value` is an int."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a whole number, got {value!r}")
+
+
 def positive(op: str, name: str, value: int) -> None:
     """`value` is at least 1."""
     if value < 1:

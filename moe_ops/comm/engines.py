@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import os
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from .. import checks
 from . import deep_ep, nvlink
 from .agreement import agree
 from .groups import backend_of, group_name_of, group_rank, resolve
@@ -60,44 +62,44 @@ def setup(
     own backend (gloo or NCCL) and its own timeout.
 
     Args:
-        engine: "auto", or a name from `available_engines()`. MOE_OPS_ENGINE replaces "auto" only.
-            "auto" takes `nvlink` for a group of NCCL whose ranks, at most 8, are Hopper GPUs of one
-            host, with native kernels, for bf16, fp16 or float32; else the backend; never `deep_ep`.
-        max_tokens: most tokens that a rank brings to an exchange.
-        hidden_size, dtype: of the longest rows.
-        num_sms: most multiprocessors, up to 64; None: 14 of `nvlink`, its own (even) of `deep_ep`.
-        timeout_s: seconds after which a collective that a rank does not join fails; on `nvlink`
-            the CUDA context ends; `deep_ep` has a limit of its own.
+        engine: "auto", or a name from `available_engines()`. MOE_OPS_ENGINE, unless empty, replaces
+            "auto", which takes `nvlink` for a group of NCCL whose ranks, at most 8, are Hopper GPUs
+            of one host with at least 128 multiprocessors, one a rank, and native kernels, for bf16,
+            fp16 or float32; else the backend; never `deep_ep`.
+        max_tokens: most tokens that a rank brings to an exchange; more are an error on `nvlink`.
+        hidden_size, dtype: of the longest rows; longer ones go over NCCL.
+        num_sms: most multiprocessors, up to 64; `deep_ep`: even; None: 14, or DeepEP's own number.
+        timeout_s: seconds after which a collective that a rank does not join fails, every other one
+            of the group included. Set it above the longest time that ranks drift apart
+            (compilation, checkpoints, evaluation), or give the experts a group of their own. On
+            `nvlink` the CUDA context ends; `deep_ep` has a limit of its own.
         window_bytes: bytes on each rank where `nvlink` places what `dispatch` returns and sums that
             compiled layers give `combine`, which spares a copy; None: 4 of the greatest size.
 
     Raises:
-        ValueError: on every rank, if ranks disagree, a value is wrong or the engine cannot run.
+        TypeError, ValueError: on every rank, if values are wrong or differ, or the engine is unfit.
     """
     name = group_name_of(group)
-    wanted = os.environ.get("MOE_OPS_ENGINE", "auto") if engine == "auto" else engine
+    wanted = os.environ.get("MOE_OPS_ENGINE") or "auto" if engine == "auto" else engine
     backend = backend_of(resolve(name)) if name else "none"
-    sizes = {"max_tokens": max_tokens, "hidden_size": hidden_size, "num_sms": num_sms}
+    sizes = {"max_tokens": max_tokens, "hidden_size": hidden_size}
+    limits = {"num_sms": num_sms, "window_bytes": window_bytes}
 
     def check() -> tuple[object, ...]:
-        _check(sizes, timeout_s, window_bytes)
+        _check(sizes, limits, dtype, timeout_s)
         _check_engine(wanted, backend)
-        return wanted, sizes, dtype, timeout_s, window_bytes
+        if name:  # before ranks compare, so that this waits no longer itself
+            c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), resolve(name))
+        return wanted, sizes, limits, dtype, timeout_s
 
-    if name and timeout_s > 0:  # before `agree`, so that it waits no longer itself
-        c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), resolve(name))
     agree("setup", name, check)
     for module in _OVER_NCCL.values():
         module.drop(name)
     chosen = _choose(name, wanted, backend, dtype)
     if chosen == "nvlink":
+        row_bytes = hidden_size * dtype.itemsize
         nvlink.create(
-            name,
-            max_tokens=max_tokens,
-            row_bytes=hidden_size * dtype.itemsize,
-            num_sms=num_sms,
-            timeout_s=timeout_s,
-            window_bytes=window_bytes,
+            name, max_tokens=max_tokens, row_bytes=row_bytes, timeout_s=timeout_s, **limits
         )
     elif chosen == "deep_ep":
         deep_ep.create(name, hidden_size=hidden_size, num_sms=num_sms)
@@ -105,18 +107,28 @@ def setup(
     return chosen
 
 
-def _check(sizes: dict[str, int | None], timeout_s: float, window_bytes: int | None) -> None:
-    for what, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"setup: {what} must be positive, got {value}")
-    if (num_sms := sizes["num_sms"]) is not None and num_sms > nvlink.MAX_SMS:
+def _check(
+    sizes: dict[str, int], limits: dict[str, int | None], dtype: object, timeout_s: object
+) -> None:
+    given = sizes | {what: value for what, value in limits.items() if value is not None}
+    for what, value in given.items():
+        checks.whole_number("setup", what, value)
+        if what != "window_bytes":
+            checks.positive("setup", what, value)
+    if given["max_tokens"] > nvlink.MAX_TOKENS:
+        raise ValueError(
+            f"setup: max_tokens must be at most {nvlink.MAX_TOKENS}, got {given['max_tokens']}"
+        )
+    if (num_sms := given.get("num_sms", 1)) > nvlink.MAX_SMS:
         raise ValueError(f"setup: num_sms must be at most {nvlink.MAX_SMS}, got {num_sms}")
-    if (max_tokens := sizes["max_tokens"]) is not None and max_tokens > nvlink.MAX_TOKENS:
-        raise ValueError(f"setup: max_tokens must be at most {nvlink.MAX_TOKENS}, got {max_tokens}")
-    if timeout_s <= 0:
-        raise ValueError(f"setup: timeout_s must be positive, got {timeout_s}")
-    if window_bytes is not None and window_bytes < 0:
+    if (window_bytes := given.get("window_bytes", 0)) < 0:
         raise ValueError(f"setup: window_bytes must not be negative, got {window_bytes}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"setup: dtype must be a torch.dtype, got {dtype!r}")
+    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+        raise TypeError(f"setup: timeout_s must be a number, got {timeout_s!r}")
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"setup: timeout_s must be positive and finite, got {timeout_s}")
 
 
 def _check_engine(wanted: str, backend: str) -> None:

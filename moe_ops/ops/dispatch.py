@@ -43,10 +43,12 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor, layout.Plan]:
     """`exchange_plan`, then the exchange: rows_DH, weights_DK, plan. Collective over `group`.
 
+    T tokens here, K choices a token, D copies held here, H hidden.
+
     Args:
-        x_TH: [T, H], any floating dtype; H and dtype equal on all ranks.
+        x_TH: [T, H] float32, float64, bfloat16 or float16; H and dtype equal on all ranks.
         ids_TK: [T, K] int32 or int64; other planning arguments as in `exchange_plan`.
-        weights_TK: [T, K] float32 (float64 with float64 x), or None.
+        weights_TK: [T, K] float32 (with float64 x also float64), or None.
         wire: format on the wire, "full", "fp8" (e4m3, a scale per 128 values) or "fp8_pow2" (with
             powers of two as scales); rows come back in x's dtype, gradients always travel in full.
             With FP8 a value x arrives within max(|x| / 16, m / 2^18), with "fp8_pow2" within
@@ -59,7 +61,9 @@ def dispatch(
         without weights).
 
     Raises:
-        TypeError, ValueError: on every rank; see `exchange_plan`.
+        TypeError, ValueError: on every rank; see `exchange_plan`. A value of the wrong Python type,
+            or another group, is an error on that rank alone; the others wait for the group's
+            timeout.
 
     Gradients: `combine` on the same plan.
     """
@@ -89,16 +93,20 @@ def combine(
     `group`.
 
     Sums are taken in at least float32, in rank order, the addend last, with one cast at the end.
+    T tokens here, K choices a token, D copies held here, H hidden.
 
     Args:
-        rows_DH: [D, H], one row a copy; rows past the valid copies are not read.
+        rows_DH: [D, H] float32, float64, bfloat16 or float16, one row a copy; rows past the valid
+            copies are not read.
         plan: of the dispatch.
-        weights_DK: [D, K] weights to send back to their tokens, or None.
+        weights_DK: [D, K] float32 (with float64 rows also float64), weights to send back to their
+            tokens, or None.
         addend_TH: [T, H] in the rows' dtype, or None.
 
     Raises:
         TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank, size or
-            device.
+            device. A value of the wrong Python type, or another group, is an error on that rank
+            alone; the others wait for the group's timeout.
 
     Gradients: `dispatch` on the same plan; of the addend the incoming one.
     """

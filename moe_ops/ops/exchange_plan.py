@@ -37,6 +37,8 @@ def exchange_plan(
 ) -> layout.Plan:
     """The plan of an exchange; collective over `group`. T may differ by rank, zero included.
 
+    T tokens here, K choices a token, E experts, L of them here, D copies and C rows held here.
+
     Exact mode (no capacities) reads all sizes from the device once, here. Capacity mode (both
     given) reads nothing: copies and rows that do not fit are left out on both sides and counted in
     `overflow_2`.
@@ -54,7 +56,9 @@ def exchange_plan(
     Raises:
         TypeError, ValueError: on every rank, if one of them gave a wrong dtype, rank or value, more
             tokens than max_tokens, settings that differ, or (exact mode) an id outside -1 .. E-1.
-            In capacity mode such an id fails a device-side assertion on every rank.
+            In capacity mode such an id fails a device-side assertion on every rank. A value of the
+            wrong Python type, or another group, is an error on that rank alone; the others wait for
+            the group's timeout.
     """
     tensors = _exchange_plan(
         ids_TK, num_experts, comm.group_name_of(group), max_tokens, copy_capacity, row_capacity

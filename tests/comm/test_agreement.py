@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,6 +89,8 @@ def test_setup_says_which_engine_runs() -> None:
         {"engine": "nvlink"},
         {"max_tokens": 9},
         {"dtype": torch.bfloat16},
+        {"timeout_s": math.inf},
+        {"timeout_s": math.nan},
     ],
     ids=str,
 )
@@ -96,12 +101,58 @@ def test_setup_rejects_bad_settings_on_every_rank(changes: dict) -> None:
         assert "got" in text
 
 
+WRONG_TYPES = [
+    ("max_tokens", 8.5, "max_tokens must be a whole number, got 8.5"),
+    ("max_tokens", None, "max_tokens must be a whole number, got None"),
+    ("hidden_size", "16", "hidden_size must be a whole number, got '16'"),
+    ("num_sms", True, "num_sms must be a whole number, got True"),
+    ("window_bytes", 1e9, "window_bytes must be a whole number, got 1000000000.0"),
+    ("dtype", "float32", "dtype must be a torch.dtype, got 'float32'"),
+    ("timeout_s", "60", "timeout_s must be a number, got '60'"),
+    ("timeout_s", None, "timeout_s must be a number, got None"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_TYPES)
+def test_setup_rejects_wrong_types(name: str, value: object, message: str) -> None:
+    with pytest.raises(TypeError, match=f"setup: {message}"):
+        comm.setup(None, **{**WORLD_SETUP, name: value})
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_TYPES)
+def test_setup_rejects_wrong_types_on_every_rank(name: str, value: object, message: str) -> None:
+    first, second = expect_error_on_ranks(2, _setup, {name: value})
+    assert first[0] == "ValueError" and f"rank 1: TypeError: setup: {message}" in first[1]
+    assert second == ("TypeError", f"setup: {message}")
+
+
+def _timeouts(rank: int) -> list[datetime.timedelta]:
+    """Of the group's own collectives: after a setup, and after one that is refused."""
+    group, found = dist.new_group([0, 1]), []
+    for timeout_s in (77, math.inf):
+        try:
+            comm.setup(group, **WORLD_SETUP, timeout_s=timeout_s)
+        except ValueError:
+            assert timeout_s == math.inf
+        found.append(group._get_backend(torch.device("cpu")).options._timeout)
+    dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.dist
+def test_setup_sets_the_timeout_of_every_collective() -> None:
+    assert run_on_ranks(2, _timeouts) == [[datetime.timedelta(seconds=77)] * 2] * 2
+
+
 def test_setup_without_a_group() -> None:
     assert comm.setup(None, **WORLD_SETUP) == "none"
     assert comm.engine(None) == "none"
     assert (comm.group_size(""), comm.group_rank("")) == (1, 0)
-    with pytest.raises(ValueError, match="setup: timeout_s must be positive, got 0"):
-        comm.setup(None, **WORLD_SETUP, timeout_s=0)
+    for timeout_s in (0, math.inf, math.nan):
+        rule = f"setup: timeout_s must be positive and finite, got {timeout_s}"
+        with pytest.raises(ValueError, match=rule):
+            comm.setup(None, **WORLD_SETUP, timeout_s=timeout_s)
 
 
 def test_engine_from_the_environment_replaces_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +163,8 @@ def test_engine_from_the_environment_replaces_auto_only(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"'nvlink' cannot carry .* its backend is 'none'"):
         comm.setup(None, **WORLD_SETUP)
     assert comm.setup(None, **WORLD_SETUP, engine="none") == "none"
+    monkeypatch.setenv("MOE_OPS_ENGINE", "")
+    assert comm.setup(None, **WORLD_SETUP) == "none", "empty: unset"
 
 
 def test_group_that_does_not_exist() -> None:

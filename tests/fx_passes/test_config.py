@@ -102,6 +102,14 @@ def test_rejects_unknown_settings(path: Path) -> None:
         fx_passes.options(path)
 
 
+@pytest.mark.parametrize("config", [{"lower": True}, 3, ["tuned.json"]], ids=str)
+def test_rejects_what_is_no_configuration(config: Any) -> None:
+    kind = type(config).__name__
+    rule = f"options: config must be a PassConfig or a path, got a {kind}; pass settings by keyword"
+    with pytest.raises(ValueError, match=rule):
+        fx_passes.options(config)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

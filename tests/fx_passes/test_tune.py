@@ -251,6 +251,16 @@ def test_rejects_wrong_arguments(tmp_path: Path) -> None:
     for message, how in {
         "tune: budget_s must be positive and finite, got 0": {"budget_s": 0},
         "tune: budget_s must be positive and finite, got inf": {"budget_s": math.inf},
+        "tune: budget_s must be a number, got '60'": {"budget_s": "60"},
+        "tune: budget_s must be a number, got None": {"budget_s": None},
+        r"tune: candidates must be a dict of sequences, got \['": {
+            "candidates": ["chunk_exchange"]
+        },
+        "tune: candidates of num_comm_sms must be a sequence, got 8": {
+            "candidates": {"num_comm_sms": 8}
+        },
+        "tune: candidates of lower must be a sequence, got 'no'": {"candidates": {"lower": "no"}},
+        "options: config must be a PassConfig or a path, got a dict": {"config": {"lower": True}},
         "tune: path must be a file in a folder": {"path": tmp_path / "none" / "tuned.json"},
         "that can be written, got '.*'": {"path": tmp_path},
         "tune: config must be a file that can be read": {"config": tmp_path / "none.json"},

@@ -57,6 +57,7 @@ def test_tunes(
     said = capsys.readouterr()
     assert said.out.splitlines()[-1] == f"written to {out}"
     assert "chosen: fuse_swiglu=False" in said.out
+    assert "no other setting was tried: the budget ended" in said.out
     assert "tune: 100%" in said.err, "the progress bar"
     assert not read(out).fuse_swiglu
     measured = json.loads(out.read_text())["measured"]
