@@ -97,7 +97,10 @@ class Backend:
 
     def compile(self, function: Any, **options: Any) -> Any:
         torch._dynamo.reset()
-        return torch.compile(function, fullgraph=True, backend=self.backend, **options)
+        compiled = torch.compile(function, fullgraph=True, backend=self.backend, **options)
+        # With dynamic=True floats would be symbols until an operator wants numbers, and the model
+        # be traced twice.
+        return torch._dynamo.config.patch(specialize_float=True)(compiled)
 
 
 def make_layer(
