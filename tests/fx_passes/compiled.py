@@ -97,10 +97,7 @@ class Backend:
 
     def compile(self, function: Any, **options: Any) -> Any:
         torch._dynamo.reset()
-        compiled = torch.compile(function, fullgraph=True, backend=self.backend, **options)
-        # With dynamic=True floats would be symbols until an operator wants numbers, and the model
-        # be traced twice.
-        return torch._dynamo.config.patch(specialize_float=True)(compiled)
+        return torch.compile(function, fullgraph=True, backend=self.backend, **options)
 
 
 def make_layer(

@@ -132,7 +132,7 @@ def layer_on_rank(rank: int, name: str, dtype: torch.dtype, num_experts: int) ->
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_experts"),
-    [*((name, 2, 4) for name in LAYERS), ("titan", 4, 4), ("megatron", 2, 2), ("megatron", 4, 8)],
+    [*((name, 2, 4) for name in LAYERS), ("titan", 4, 4), ("megatron", 4, 4), ("megatron", 4, 8)],
 )
 def test_layers_on_ranks(name: str, num_ranks: int, num_experts: int) -> None:
     """One expert a rank needs no sort of chunks."""
@@ -148,25 +148,20 @@ def test_layers_in_bf16(name: str) -> None:
         assert graphs == GRAPHS[name]
 
 
-def spellings_on_rank(rank: int, pairs: list[tuple[str, str]]) -> dict[str, list[list[str]]]:
+def spellings_on_rank(rank: int) -> dict[str, list[list[str]]]:
     found = {}
-    for names in pairs:
-        layer = pieces_layer(SPELLINGS[names[rank]], dist.group.WORLD)
-        backend = Backend(**ON)
+    for name, pieces in SPELLINGS.items():
+        layer, backend = pieces_layer(pieces, dist.group.WORLD), Backend(**ON)
         with reads_captured():
             compare(layer, backend.compile(layer, dynamic=True), (6 + 3 * rank,), rank)
-        found[names[rank]] = graphs_of(backend)
+        found[name] = graphs_of(backend)
     return found
 
 
 @pytest.mark.dist
 def test_spellings_on_ranks() -> None:
-    """Two at a time, one on each rank, but for that which sends ids along."""
-    names = [name for name in SPELLINGS if name != "ids"]
-    pairs = [*zip(names[::2], names[1::2], strict=True), ("ids", "ids")]
-    found = run_on_ranks(2, spellings_on_rank, pairs, timeout_s=400)
-    assert all(graphs == LATE for each in found for graphs in each.values())
-    assert found[0].keys() | found[1].keys() == SPELLINGS.keys()
+    for found in run_on_ranks(2, spellings_on_rank, timeout_s=400):
+        assert found == dict.fromkeys(SPELLINGS, LATE)
 
 
 def reorder_on_rank(rank: int) -> list[list[str]]:
@@ -218,9 +213,8 @@ def test_dispatcher_on_ranks(weights_at: str) -> None:
         assert "sort_chunks" not in [*forward, *backward]
 
 
-def inductor_on_rank(rank: int) -> tuple[str, int]:
-    """Step with all passes; the code of its graphs, and how often the log says it was found. One
-    rank alone has a checkpoint: what is exchanged is the same.
+def inductor_on_rank(rank: int, checkpointed: bool, cached: bool) -> tuple[str, int]:
+    """Step with all passes; the code of the last graph, and how often the log says it was found.
 
     With as many tokens on every rank, kernels are the same: each is compiled once.
     """
@@ -228,8 +222,8 @@ def inductor_on_rank(rank: int) -> tuple[str, int]:
     log = io.StringIO()
     handler = logging.StreamHandler(log)
     logger = logging.getLogger("fx_passes.fuse_permute_all_to_all")
-    function = functools.partial(checkpoint, layer, use_reentrant=False) if rank == 1 else layer
-    with reads_captured(), graph_caches(False):
+    function = functools.partial(checkpoint, layer, use_reentrant=False) if checkpointed else layer
+    with reads_captured(), graph_caches(cached):
         torch._dynamo.reset()
         compiled = torch.compile(function, fullgraph=True, options=fx_passes.options())
         logger.addHandler(handler)
@@ -244,9 +238,10 @@ def inductor_on_rank(rank: int) -> tuple[str, int]:
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpoint"])
 @needs_compiler
-def test_inductor_on_ranks() -> None:
-    for code, num_found in run_on_ranks(2, inductor_on_rank, timeout_s=500):
+def test_inductor_on_ranks(checkpointed: bool) -> None:
+    for code, num_found in run_on_ranks(2, inductor_on_rank, checkpointed, False, timeout_s=500):
         assert num_found == 1
         assert "all_to_all" not in code
         assert code.count("moe_ops.exchange_plan.default(") == 1

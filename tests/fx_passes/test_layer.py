@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fx_passes
@@ -59,24 +57,12 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert_close(name, value, expected[name].double())
 
 
-class WithAndWithout(Backend):
-    """What Dynamo has traced once is compiled with the passes and, unless `passes`, without."""
-
-    passes = True
-
-    def backend(self, module: GraphModule, inputs: Any) -> Any:
-        plain = Backend(**OFF).backend(copy.deepcopy(module), inputs)
-        compiled = super().backend(module, inputs)
-        return lambda *args: (compiled if self.passes else plain)(*args)
-
-
 def compare(layer: MoE, wrapped: Any = None, **inputs: Any) -> Backend:
     """The passes change no bit of the plain graph's results, which are near those of eager."""
-    backend = WithAndWithout()
-    compiled = backend.compile(wrapped or layer)
-    found = step(layer, compiled, **inputs)
-    backend.passes = False
-    assert_same(found, step(layer, compiled, **inputs))
+    function = wrapped or layer
+    backend, plain = Backend(), Backend(**OFF)
+    found = step(layer, backend.compile(function), **inputs)
+    assert_same(found, step(layer, plain.compile(function), **inputs))
     assert_near(found, step(layer, layer, **inputs))
     assert len(backend.forward) == len(backend.backward) == 1
     return backend

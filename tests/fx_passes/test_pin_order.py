@@ -235,9 +235,9 @@ class TwoOrders(Backend):
         return compiler
 
 
-def _moved_on_rank(rank: int, num_layers: int, fields: dict[str, Any]) -> list[list[str]]:
+def _moved_on_rank(rank: int, fields: dict[str, Any]) -> list[list[str]]:
     """The passes change no bit; the kernels of the graphs they leave."""
-    model = make_stack(dist.group.WORLD, num_layers, AUX, torch.float64, **fields)
+    model = make_stack(dist.group.WORLD, router=AUX, dtype=torch.float64, **fields)
     orders = TwoOrders()
     compiled, results = orders.compile(model, dynamic=True), []
     for orders.moving in (True, False):
@@ -250,12 +250,9 @@ def _moved_on_rank(rank: int, num_layers: int, fields: dict[str, Any]) -> list[l
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("num_layers", "fields"), [(2, {}), (1, capacity_fields(16))], ids=["exact", "capacity"]
-)
-def test_moves_change_no_bit_on_ranks(num_layers: int, fields: dict[str, Any]) -> None:
-    args = num_layers, fields
-    for forward, backward, *left in run_on_ranks(2, _moved_on_rank, *args, timeout_s=300):
+@pytest.mark.parametrize("fields", [{}, capacity_fields(16)], ids=["exact", "capacity"])
+def test_moves_change_no_bit_on_ranks(fields: dict[str, Any]) -> None:
+    for forward, backward, *left in run_on_ranks(2, _moved_on_rank, fields, timeout_s=300):
         assert [sorted(forward), sorted(backward)] == [sorted(names) for names in left]
         assert _hidden(forward) > _hidden(left[0])
         assert _hidden(backward) > _hidden(left[1])
@@ -268,8 +265,7 @@ def _hidden(names: list[str]) -> int:
 
 
 def _compiled_on_rank(rank: int) -> None:
-    # A second adds nothing: in test_pin_order_binds_generated_code each is ordered by itself.
-    model = make_stack(dist.group.WORLD, 1)
+    model = make_stack(dist.group.WORLD)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, options=fx_passes.options())
     # As many tokens on both ranks: kernels are the same, and each is compiled once.

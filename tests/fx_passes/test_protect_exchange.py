@@ -53,16 +53,10 @@ WAYS: dict[str, Callable[[MoE, torch.Tensor], torch.Tensor]] = {
     "selective": _selective,
     "budget": _budget,
 }
-# One on each rank: what is exchanged is the same.
-PAIRS = [("checkpoint", "selective"), ("budget", "budget")]
-all_ways = pytest.mark.parametrize("ways", PAIRS, ids="+".join)
 
 
-def _exchanges_on_rank(
-    rank: int, ways: tuple[str, str], protect: bool, dispatcher: str
-) -> list[list[str]]:
+def _exchanges_on_rank(rank: int, way: str, protect: bool, dispatcher: str) -> list[list[str]]:
     """Names of the exchanges of the forward and of the backward graph."""
-    way = ways[rank]
     layer = make_layer(group=dist.group.WORLD, dispatcher=dispatcher)
     backend = Backend(**{**OFF, "protect_exchange": protect})
     budget = 0.0 if way == "budget" else 1.0
@@ -91,14 +85,14 @@ ONCE = {
 
 @pytest.mark.dist
 @pytest.mark.parametrize("dispatcher", ONCE)
-@all_ways
-def test_exchanges_run_once(ways: tuple[str, str], dispatcher: str) -> None:
-    for graphs in run_on_ranks(2, _exchanges_on_rank, ways, True, dispatcher):
+@pytest.mark.parametrize("way", WAYS)
+def test_exchanges_run_once(way: str, dispatcher: str) -> None:
+    for graphs in run_on_ranks(2, _exchanges_on_rank, way, True, dispatcher):
         assert graphs == ONCE[dispatcher]
 
 
 @pytest.mark.dist
-@all_ways
-def test_unprotected_exchanges_run_again(ways: tuple[str, str]) -> None:
-    for _, backward in run_on_ranks(2, _exchanges_on_rank, ways, False, "flex"):
+@pytest.mark.parametrize("way", WAYS)
+def test_unprotected_exchanges_run_again(way: str) -> None:
+    for _, backward in run_on_ranks(2, _exchanges_on_rank, way, False, "flex"):
         assert backward.count("dispatch") == 2, "one recomputed, one of combine's gradient"

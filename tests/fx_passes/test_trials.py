@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import moe_ops
 from fx_passes import trials
 from fx_passes.compat import graph_backend
 from fx_passes.config import PassConfig
@@ -92,16 +91,6 @@ class BreaksOn(nn.Module):
         return self.layer(x)
 
 
-class Exchange(nn.Module):
-    """Of a layer no more than its exchanges."""
-
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        ids_TK = torch.arange(2 * x_TH.shape[0]).view(-1, 2) % 4
-        group = dist.group.WORLD
-        rows_DH, _, plan = moe_ops.dispatch(x_TH, ids_TK, num_experts=4, group=group)
-        return moe_ops.combine(rows_DH, plan, group=group)[0]
-
-
 def _why_dropped(model: Any, x: torch.Tensor, config: PassConfig = TWO_CHUNKS) -> str:
     with pytest.raises(Dropped) as raised:
         first_step(Ranks(), model, (x,), None, config)
@@ -110,7 +99,8 @@ def _why_dropped(model: Any, x: torch.Tensor, config: PassConfig = TWO_CHUNKS) -
 
 
 def _trials_on_rank(rank: int) -> dict[str, Any]:
-    exchange, x = Exchange(), torch.randn(9 + rank, 8, requires_grad=True)
+    layer = make_layer(torch.float32, group=dist.group.WORLD)
+    x = torch.randn(9 + rank, 8, requires_grad=True)
     found: dict[str, Any] = {}
 
     def breaks_on_one(inductor: Mapping[str, Any]) -> Any:
@@ -122,11 +112,10 @@ def _trials_on_rank(rank: int) -> dict[str, Any]:
         return backend
 
     with mock.patch.object(trials, "inductor_backend", breaks_on_one):
-        found["compiler"] = _why_dropped(exchange, x)
+        found["compiler"] = _why_dropped(layer, x)
     with plain_graphs:
-        found["tracing"] = _why_dropped(BreaksOn(exchange, rank == 1), x)
-        found["chunks"] = _why_dropped(exchange, x[: 2 - rank])
-        layer = make_layer(torch.float32, group=dist.group.WORLD)
+        found["tracing"] = _why_dropped(BreaksOn(layer, rank == 1), x)
+        found["chunks"] = _why_dropped(layer, x[: 2 - rank])
         step, found["chunked"] = first_step(Ranks(), layer, (x,), None, TWO_CHUNKS)
     step(unmeasured)
     found["most"] = Ranks().most(rank, -rank)
