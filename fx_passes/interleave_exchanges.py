@@ -48,6 +48,10 @@ class Match:
     def __str__(self) -> str:
         return f"{len(self.starts)} exchanges"
 
+    def turn(self) -> dict[Node, int]:
+        """The number of each start's turn."""
+        return {start: number for number, start in enumerate(self.turns)}
+
 
 def find_turns(graph: Graph) -> list[Match]:
     """All exchanges of the graph, if there are any."""
@@ -93,10 +97,10 @@ def why_not(match: Match) -> str | None:
 
 def _plans_first(match: Match) -> bool:
     """Whether a plan would come before a start that it stands behind."""
-    turn = {start: number for number, start in enumerate(match.turns)}
-    needed, latest = _turn_needed(match, turn), -1
+    turn, latest = match.turn(), -1
+    needed = _turn_needed(match, turn)
     for node in match.before:
-        if is_call(node, *_PLANS) and needed.get(node, latest) < latest + 1:
+        if is_call(node, *_PLANS) and node in needed and needed[node] <= latest:
             return True
         latest = turn.get(node, latest)
     return False
@@ -104,8 +108,7 @@ def _plans_first(match: Match) -> bool:
 
 def rewrite(match: Match) -> None:
     """Put the nodes in the order of the turns."""
-    order = list(match.before)
-    turn = {start: number for number, start in enumerate(match.turns)}
+    order, turn = list(match.before), match.turn()
     needed = _turn_needed(match, turn)
     place: dict[Node, tuple[int, int]] = {}  # the turn, and where in it
     latest = -1

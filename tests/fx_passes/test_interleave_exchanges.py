@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import moe_ops
 from fx_passes.graph import is_call
 from fx_passes.interleave_exchanges import find_turns, interleave_exchanges_pass
 from fx_passes.windows import STARTS
@@ -216,6 +217,19 @@ def test_refuses_exchanges_in_turn(caplog: pytest.LogCaptureFixture) -> None:
         assert interleave_exchanges_pass(module.graph) == 0
     assert str(module.graph) == before
     assert "left 4 exchanges alone: the exchanges are in turn" in caplog.text
+
+
+def test_a_plan_that_no_exchange_needs_moves_nothing() -> None:
+    def function(x, ids, w):
+        rows, plan = dispatch(x, ids)
+        y = combine(rows, plan)
+        other = moe_ops.exchange_plan(ids, 4, group=None)
+        return y, other.offsets_L
+
+    module, _ = trace(function)
+    before = str(module.graph)
+    assert interleave_exchanges_pass(module.graph) == 0
+    assert str(module.graph) == before
 
 
 def test_finds_nothing_without_exchanges() -> None:
