@@ -5,10 +5,10 @@ its start and its wait.
     call, ..., start, wait      ->      start, call, wait, ...
 
 What a call brings along moves with it: what it needs, if that stands after the wait; what needs it,
-if that stands before. Windows are served in the order of their waits, twice. While the cost model
-leaves some of the exchange exposed, each takes at first the longest call that is no longer than
-that; the second time, where no such call is left, the shortest. A call that hides part of a later
-exchange may go, since others can take its place.
+if that stands before. Windows are served in the order of their waits, in rounds. While the cost
+model leaves some of the exchange exposed, each takes at first the longest call that is no longer
+than that; in the second round, where no such call is left, the shortest. A call that hides part of
+a later exchange may go, since others can take its place, and in a third round do.
 
 It refuses a move across anything that has to stay (exchanges, what changes a tensor in place, what
 draws random numbers), one that leaves more time exposed in all, and one with which the graph's peak

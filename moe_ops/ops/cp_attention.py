@@ -309,9 +309,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.mark_non_differentiable(output[1])
 
 
+def _gradients(run: Any, ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Of the operator's arguments, by `run`: the backward operator, or what it does."""
+    return *run(grad, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.group_name), None, None, None
+
+
 def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    arguments = (grad, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.group_name)
-    return *_cp_attention_backward(*arguments), None, None, None
+    return _gradients(_cp_attention_backward, ctx, grad)
 
 
 class _Traced(torch.autograd.Function):
@@ -325,8 +329,7 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        arguments = (grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.group_name)
-        return *_backward_reference(*arguments), None, None, None
+        return _gradients(_backward_reference, ctx, grads[0])
 
 
 _cp_attention = _library.define(

@@ -171,19 +171,21 @@ class ParallelLayout:
             yield "".join(f"{number:>6}" for number in (rank, *(place[name] for name in names)))
 
 
+def _grid(axes: dict[str, int]) -> torch.Tensor:
+    """The ranks, the slowest axis first."""
+    sizes = list(reversed(axes.values()))
+    return torch.arange(math.prod(sizes)).reshape(sizes)
+
+
 def _groups(axes: dict[str, int], names: tuple[str, ...]) -> list[list[int]]:
-    slow_first = list(reversed(axes))
-    grid = torch.arange(math.prod(axes.values())).reshape([axes[name] for name in slow_first])
-    within = [number for number, name in enumerate(slow_first) if name in names]
-    last = list(range(len(slow_first) - len(within), len(slow_first)))
+    within = [number for number, name in enumerate(reversed(axes)) if name in names]
+    last = list(range(len(axes) - len(within), len(axes)))
     size = math.prod(axes[name] for name in set(names))
-    return grid.movedim(within, last).reshape(-1, size).tolist()
+    return _grid(axes).movedim(within, last).reshape(-1, size).tolist()
 
 
 def _mesh(device_type: str, axes: dict[str, int]) -> DeviceMesh:
-    names = tuple(reversed(axes))
-    grid = torch.arange(math.prod(axes.values())).reshape([axes[name] for name in names])
-    return DeviceMesh(device_type, grid, mesh_dim_names=names)
+    return DeviceMesh(device_type, _grid(axes), mesh_dim_names=tuple(reversed(axes)))
 
 
 def _flat(mesh: DeviceMesh, *names: str) -> DeviceMesh:

@@ -12,6 +12,7 @@ from fx_passes.aliases import draws, may_change
 
 ATEN = torch.ops.aten
 FLASH = ATEN._scaled_dot_product_flash_attention.default
+FORWARD = ATEN._flash_attention_forward.default
 EFFICIENT = ATEN._scaled_dot_product_efficient_attention.default
 
 
@@ -29,7 +30,7 @@ def call(target: Any, num_tensors: int, *args: Any, **kwargs: Any) -> Node:
         pytest.param(call(FLASH, 3, 0.1), True, id="given"),
         pytest.param(call(EFFICIENT, 4, True, dropout_p=0.0), False, id="none by name"),
         pytest.param(call(EFFICIENT, 4, True, dropout_p=0.1), True, id="given by name"),
-        pytest.param(call(ATEN._flash_attention_forward.default, 5, 4, 4, 0, True, False), False),
+        pytest.param(call(FORWARD, 5, 4, 4, 0, True, False), False, id="none of the forward alone"),
         pytest.param(call(ATEN.rand_like.default, 1), True, id="rand_like"),
         pytest.param(call(ATEN.native_dropout.default, 1, 0.0, True), True, id="another argument"),
         pytest.param(call(ATEN.mm.default, 2), False, id="mm"),

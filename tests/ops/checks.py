@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from moe_ops.testing import DTYPE_NAMES, assert_close, assert_equal
+from tests.ranks import run_on_ranks
 
 from .samples import Sizes, overload, samples
 
@@ -161,6 +162,18 @@ def _numbers(values: Any, sizes: dict[Any, int]) -> list[int]:
 def world() -> str:
     """Name of the group of all ranks."""
     return dist.group.WORLD.group_name
+
+
+def group(num_ranks: int) -> str | None:
+    """What `on_ranks` runs its function in."""
+    return world() if num_ranks > 1 else None
+
+
+def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(rank, num_ranks, *args)` of each rank; of a single one without any processes."""
+    if num_ranks == 1:
+        return [function(0, 1, *args)]
+    return run_on_ranks(num_ranks, function, num_ranks, *args)
 
 
 @functools.cache

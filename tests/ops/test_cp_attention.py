@@ -21,7 +21,9 @@ from .checks import (
     check_compiled,
     check_double_backward_raises,
     check_rejects,
+    group,
     make_grad,
+    on_ranks,
     values,
     world,
 )
@@ -30,16 +32,6 @@ SIZE, HEADS, HEAD_SIZE = 16, 4, 8
 NAMES = ("out", "lse", "grad of q", "grad of k", "grad of v")
 all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 4])
 all_causal = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-
-
-def on_ranks(num_ranks: int, function, *args):
-    if num_ranks == 1:
-        return [function(0, 1, *args)]
-    return run_on_ranks(num_ranks, function, num_ranks, *args)
-
-
-def group(num_ranks: int):
-    return world() if num_ranks > 1 else None
 
 
 def whole(kv_heads: int = 2, dtype: torch.dtype = torch.float32, scale: float = 1, size=SIZE):

@@ -15,7 +15,9 @@ from .checks import (
     check_compiled,
     check_double_backward,
     check_rejects,
+    group,
     make_grad,
+    on_ranks,
     values,
     world,
 )
@@ -23,16 +25,6 @@ from .checks import (
 CHUNK = 3
 RANKS = (1, 2, 4)
 all_ranks = pytest.mark.parametrize("num_ranks", RANKS)
-
-
-def on_ranks(num_ranks: int, function, *args):
-    if num_ranks == 1:
-        return [function(0, 1, *args)]
-    return run_on_ranks(num_ranks, function, num_ranks, *args)
-
-
-def group(num_ranks: int):
-    return world() if num_ranks > 1 else None
 
 
 def places(rank: int, num_ranks: int) -> list[int]:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_ops import cli
 from moe_ops.parallel import ParallelLayout
+from tests.fx_passes.captured import fake_ranks
 
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "dp-tp-ep-cp-pp")
 
@@ -152,8 +152,7 @@ def group_of(rank: int, groups: list[list[int]]) -> list[int]:
 @pytest.mark.parametrize("rank", [0, 5, 15])
 def test_meshes_have_the_groups(rank: int, order: str) -> None:
     layout = ParallelLayout(world=16, tp=2, cp=2, pp=2, ep=4, etp=1, order=order)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
-    try:
+    with fake_ranks(16, rank):
         meshes = layout.meshes("cpu")
         for mesh, axes in (
             (meshes.attention, layout.attention_axes()),
@@ -168,8 +167,6 @@ def test_meshes_have_the_groups(rank: int, order: str) -> None:
             assert members(mesh.get_group()) == group_of(rank, layout.groups(*names))
         with pytest.raises(ValueError, match=r"the ranks of torch\.distributed, 16, got 8"):
             ParallelLayout(world=8).meshes("cpu")
-    finally:
-        dist.destroy_process_group()
 
 
 def test_command_prints_places_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
