@@ -70,6 +70,7 @@ OPS = (
     "plan + dispatch",
     "combine",
     "combine, weights",
+    "combine, addend",
     "combine, rows elsewhere",
 )
 # Bulk copies between two H200, per direction, measured 2026-11-29.

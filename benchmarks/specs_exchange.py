@@ -189,6 +189,7 @@ def our_runs(work: Exchange, group: dist.ProcessGroup) -> dict[str, Callable[[],
         "plan + dispatch": plan_and_dispatch,
         "combine": lambda: ops.combine(rows_DH, None, None, plan, name),
         "combine, weights": lambda: ops.combine(rows_DH, weights_DK, None, plan, name),
+        "combine, addend": lambda: ops.combine(rows_DH, None, x_TH, plan, name),
         "combine, rows elsewhere": lambda: ops.combine(elsewhere_DH, None, None, plan, name),
     }
 

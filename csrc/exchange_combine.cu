@@ -176,13 +176,14 @@ __device__ bool all_can_be_pulled(const Exchange& exchange, const Combine& combi
 class Tokens {
  public:
   int token;
-  unsigned held;  // bit by bit, the ranks that have a copy
+  unsigned held;  // bit by bit, the ranks that have a copy; bit num_ranks: there is an addend
   int lane_of_rank_0;
   int copy;  // of lane lane_of_rank_0 + r: that of rank r
 
-  __device__ Tokens(const Exchange& exchange, int begin, int step)
+  __device__ Tokens(const Exchange& exchange, const Combine& combine, int begin, int step)
       : exchange_(exchange),
         ranks_(exchange.world.num_ranks),
+        addend_bit_(combine.addend ? 1u << ranks_ : 0),
         at_once_(kLanes / ranks_),
         step_(step),
         first_(begin - at_once_ * step),
@@ -200,13 +201,15 @@ class Tokens {
     }
     token = first_ + index_ * step_;
     lane_of_rank_0 = index_ * ranks_;
-    held = all_held_ >> lane_of_rank_0 & ((1u << ranks_) - 1);
+    held = (all_held_ >> lane_of_rank_0 & ((1u << ranks_) - 1)) | addend_bit_;
     return token < exchange_.num_tokens;
   }
 
  private:
   const Exchange& exchange_;
-  const int ranks_, at_once_, step_;
+  const int ranks_;
+  const unsigned addend_bit_;
+  const int at_once_, step_;
   int first_, index_;  // of the tokens whose copies the lanes hold
   int next_copy_;
   unsigned all_held_;
@@ -219,12 +222,11 @@ class Tokens {
   }
 };
 
-// Starts the loads of what a warp adds up, in that order: token by token, piece by piece, rank by rank; the addend's
-// pieces into the L2 cache.
+// Starts the loads of what a warp adds up, in that order: token by token, piece by piece, rank by rank, the addend last.
 class Loader {
  public:
   __device__ Loader(const Exchange& exchange, const Combine& combine, const Shared& shared, int begin, int step)
-      : exchange_(exchange), addend_(combine.addend), tokens_(exchange, begin, step), at_(exchange.row_bytes) {
+      : exchange_(exchange), addend_(combine.addend), tokens_(exchange, combine, begin, step), at_(exchange.row_bytes) {
     const int rank = lane() % exchange.world.num_ranks;
     const bool own = rank == exchange.world.rank;
     rows_ = own ? combine.rows : shared.rows_of_peer[rank];
@@ -233,26 +235,27 @@ class Loader {
 
   // The next piece, if there is one.
   __device__ void load(uint32_t to, uint32_t full) {
-    const int row_bytes = exchange_.row_bytes;
+    const int row_bytes = exchange_.row_bytes, ranks = exchange_.world.num_ranks;
     while (left_ == 0) {
       at_ += kPieceBytes;
       if (at_ >= row_bytes) {
         if (!tokens_.next()) return;
         if (tokens_.copy >= limit_) {  // the peer has another plan
-          fail(exchange_.world, "combine", kOtherSettings, lane() % exchange_.world.num_ranks, limit_, tokens_.copy);
+          fail(exchange_.world, "combine", kOtherSettings, lane() % ranks, limit_, tokens_.copy);
         }
         at_ = 0;
       }
       left_ = tokens_.held;
     }
-    const auto row = reinterpret_cast<uint64_t>(rows_ + int64_t(tokens_.copy) * row_bytes + at_);
-    const uint64_t from = __shfl_sync(kAllLanes, row, tokens_.lane_of_rank_0 + __ffs(left_) - 1);
+    const int bit = __ffs(left_) - 1;
     left_ &= left_ - 1;
+    const auto row = reinterpret_cast<uint64_t>(rows_ + int64_t(tokens_.copy) * row_bytes);
+    uint64_t from = __shfl_sync(kAllLanes, row, tokens_.lane_of_rank_0 + bit);
+    if (bit == ranks) from = reinterpret_cast<uint64_t>(addend_ + int64_t(tokens_.token) * row_bytes);
     if (lane() != 0) return;
     const int bytes = min(kPieceBytes, row_bytes - at_);
     hopper::barrier_expect(full, bytes);
-    bulk_load(to, reinterpret_cast<const void*>(from), bytes, full);
-    if (addend_ && left_ == 0) bulk_prefetch(addend_ + int64_t(tokens_.token) * row_bytes + at_, bytes);
+    bulk_load(to, reinterpret_cast<const void*>(from + at_), bytes, full);
   }
 
  private:
@@ -261,10 +264,10 @@ class Loader {
   int64_t limit_;
   Tokens tokens_;
   int at_;             // where the piece begins
-  unsigned left_ = 0;  // ranks whose piece is still to be loaded
+  unsigned left_ = 0;  // bits of `held` whose piece is still to be loaded
 };
 
-// Rows summed in rank order, as pulled piece by piece into this warp's stages.
+// Rows summed in rank order, then the addend, as pulled piece by piece into this warp's stages.
 template <typename T>
 __device__ void pull_sums(const Exchange& exchange, const Combine& combine, Shared& shared, uint32_t stages) {
   const int taker = warp() - exchange.num_pushers, begin = taker * gridDim.x + blockIdx.x, step = gridDim.x * kTakers;
@@ -277,7 +280,7 @@ __device__ void pull_sums(const Exchange& exchange, const Combine& combine, Shar
   for (int stage = 0; stage < kPullStages; ++stage) refill(stage);
   int stage = 0;
   uint32_t parity = 0;
-  Tokens tokens(exchange, begin, step);
+  Tokens tokens(exchange, combine, begin, step);
   while (tokens.next()) {
     for (int first = 0; first < row_bytes; first += kPieceBytes) {
       Vector<T> sums[kVectorsOfPiece]{};
@@ -302,9 +305,7 @@ __device__ void pull_sums(const Exchange& exchange, const Combine& combine, Shar
       for (int i = 0; i < kVectorsOfPiece; ++i) {
         const int at = first + (i * kLanes + lane()) * kVectorBytes;
         if (at >= row_bytes) continue;
-        const int64_t place = int64_t(tokens.token) * row_bytes + at;
-        if (combine.addend) sums[i].add(__ldg(reinterpret_cast<const uint4*>(combine.addend + place)));
-        *reinterpret_cast<uint4*>(combine.x + place) = sums[i].bits();
+        *reinterpret_cast<uint4*>(combine.x + int64_t(tokens.token) * row_bytes + at) = sums[i].bits();
       }
     }
   }

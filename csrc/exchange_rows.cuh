@@ -27,7 +27,7 @@ using torch::stable::Tensor;
 // Warps of a CTA.
 constexpr int kDispatchPushers = 4;
 constexpr int kCombinePushers = 3;  // one fewer leaves L1, which shares that memory, to what takers load
-constexpr int kTakers = 16;
+constexpr int kTakers = 13;  // with combine's pushers 16 warps: one more, and registers for sums spill
 constexpr int kStages = 3;
 constexpr int kStageBytes = 16 * 1024;  // a batch of short rows; a longer row is a batch of its own
 constexpr int kSharedBytes = 227 * 1024;
@@ -36,7 +36,7 @@ constexpr int kVectorBytes = 16;
 // Combine, where rows are pulled: each taker brings them, piece by piece, into stages of its own.
 constexpr int kVectorsOfPiece = 4;  // of a lane
 constexpr int kPieceBytes = kVectorsOfPiece * kLanes * kVectorBytes;
-constexpr int kPullStages = 7;
+constexpr int kPullStages = 8;
 
 struct Shared {
   uint64_t full[kDispatchPushers][kStages];
@@ -64,11 +64,6 @@ __device__ inline void bulk_load(uint32_t to, const void* from, int bytes, uint3
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
-}
-
-// Into the L2 cache.
-__device__ inline void bulk_prefetch(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 __device__ inline void bulk_store(void* to, uint32_t from, int bytes) {
