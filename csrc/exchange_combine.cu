@@ -222,7 +222,8 @@ class Tokens {
   }
 };
 
-// Starts the loads of what a warp adds up, in that order: token by token, piece by piece, rank by rank, the addend last.
+// Starts the loads of what a warp adds up, in that order: token by token, piece by piece, rank by rank, the addend
+// last.
 class Loader {
  public:
   __device__ Loader(const Exchange& exchange, const Combine& combine, const Shared& shared, int begin, int step)

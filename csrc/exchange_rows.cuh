@@ -27,7 +27,7 @@ using torch::stable::Tensor;
 // Warps of a CTA.
 constexpr int kDispatchPushers = 4;
 constexpr int kCombinePushers = 3;  // one fewer leaves L1, which shares that memory, to what takers load
-constexpr int kTakers = 13;  // with combine's pushers 16 warps: one more, and registers for sums spill
+constexpr int kTakers = 13;         // with combine's pushers 16 warps: one more, and registers for sums spill
 constexpr int kStages = 3;
 constexpr int kStageBytes = 16 * 1024;  // a batch of short rows; a longer row is a batch of its own
 constexpr int kSharedBytes = 227 * 1024;
