@@ -20,12 +20,12 @@ def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _expert_groups(module: nn.Module) -> dict[str, str]:
-    """Name of each parameter of `Experts` spread over a group -> that group's name."""
+def _experts_by_name(module: nn.Module) -> dict[str, Experts]:
+    """Name of each parameter of `Experts` -> those."""
     return {
-        f"{prefix}.{name}" if prefix else name: experts.group_name
+        f"{prefix}.{name}" if prefix else name: experts
         for prefix, experts in module.named_modules()
-        if isinstance(experts, Experts) and experts.group_name
+        if isinstance(experts, Experts)
         for name, _ in experts.named_parameters()
     }
 
@@ -41,15 +41,18 @@ def per_rank_names(module: nn.Module) -> list[str]:
         if isinstance(part, MoE | Router)
         for name in part._non_persistent_buffers_set
     ]
-    return [*_expert_groups(module), *sorted(counters)]
+    spread = [name for name, its in _experts_by_name(module).items() if its.groups.both]
+    return [*spread, *sorted(counters)]
 
 
 def shard_experts(module: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`state` with each expert tensor as a DTensor [E, ...] sharded over its expert-parallel group.
+    """`state` with each expert tensor as a DTensor [E, ...] sharded over its expert-parallel group,
+    if it has one.
 
     torch.distributed.checkpoint takes plain tensors for replicas and would keep one rank's experts
     only. The DTensors share storage with `state`, so loading into them loads the module; a
-    checkpoint loads under any number of ranks.
+    checkpoint loads under any number of ranks, on a mesh and off it: w13 is [E, 2, F, H] and b13
+    [E, 2, F] (1 for 2 with "relu2"). What is a DTensor stays as it is.
 
     Args:
         module: holds `Experts` anywhere.
@@ -59,18 +62,23 @@ def shard_experts(module: nn.Module, state: dict[str, torch.Tensor]) -> dict[str
     Raises:
         ValueError: `state` names none of the module's experts.
     """
-    groups = {_plain(name): group for name, group in _expert_groups(module).items()}
-    if groups and state and not groups.keys() & {_plain(name) for name in state}:
+    owners = {_plain(name): experts for name, experts in _experts_by_name(module).items()}
+    if owners and state and not owners.keys() & {_plain(name) for name in state}:
         raise ValueError(
             "shard_experts: state must name the module's parameters, such as "
-            f"{next(iter(groups))}, got {list(state)[:3]}"
+            f"{next(iter(owners))}, got {list(state)[:3]}"
         )
     meshes: dict[tuple[str, str], DeviceMesh] = {}
 
     def shard(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if _plain(name) not in groups:
+        experts = owners.get(_plain(name))
+        if experts is None or isinstance(tensor, DTensor):
             return tensor
-        key = groups[_plain(name)], tensor.device.type
+        if name.endswith(("w13", "b13")):
+            tensor = tensor.unflatten(1, (-1, experts.w2.shape[2]))
+        key = experts.groups.ep, tensor.device.type
+        if not key[0]:
+            return tensor
         if key not in meshes:
             meshes[key] = DeviceMesh.from_group(comm.resolve(key[0]), key[1])
         return DTensor.from_local(tensor, meshes[key], [Shard(0)], run_check=False)

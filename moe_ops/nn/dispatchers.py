@@ -9,6 +9,9 @@ results.
     allgather                  gather_plan, all_gather_rows, sort_slots, permute
                                | experts | unpermute, reduce_scatter_rows
 
+Where each expert's F is spread over ranks ("etp"), these gather what each of them got and sum what
+each made of it: alltoall its rows, flex its copies; allgather gathers tokens from all of them.
+
 Letters: T tokens here, K top-k, S = T * K slots, E experts, P ranks, L experts here, C rows here, H
 hidden.
 """
@@ -16,118 +19,20 @@ hidden.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
 from .. import comm, layout
-from ..ops.all_gather_rows import all_gather_rows, reduce_scatter_rows
+from ..ops.all_gather_rows import all_gather_rows
 from ..ops.all_to_all import all_to_all
 from ..ops.dispatch import combine, dispatch
 from ..ops.exchange_plan import exchange_plan
-from ..ops.gather_plan import gather_plan
-from ..ops.permute import permute, unpermute
 from ..ops.sort_chunks import sort_chunks
 from ..ops.sort_slots import sort_slots
 from .config import MoEConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Dispatched:
-    """Rows for the experts of this rank, and the way back.
-
-    `rows_CH` [C, H], `row_weights_C` [C] float32 or None (weights_at="unpermute"), `offsets_L` [L]
-    int32; `overflow_2` [2] int64 on the device: copies and rows that did not fit, None if none can
-    overflow; `combine(rows_CH, addend_TH) -> out_TH` brings the experts' output back to its tokens.
-    """
-
-    rows_CH: torch.Tensor
-    row_weights_C: torch.Tensor | None
-    offsets_L: torch.Tensor
-    overflow_2: torch.Tensor | None
-    combine: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Where slots lie: what `sort_slots` returns."""
-
-    slot_of_row_C: torch.Tensor
-    row_of_slot_TK: torch.Tensor
-    offsets_E: torch.Tensor
-
-    def permute_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
-        """[C]: `permute` with K = 1."""
-        maps = self.slot_of_row_C, self.row_of_slot_TK.reshape(-1, 1)
-        return permute(weights_TK.reshape(-1, 1), None, *maps).reshape(-1)
-
-    def overflow_2(
-        self, ids_TK: torch.Tensor, copies_left_out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[2] int64: copies that did not fit (none if not given), slots without a row."""
-        rows = ((ids_TK >= 0) & (self.row_of_slot_TK < 0)).sum()
-        copies = torch.zeros_like(rows) if copies_left_out is None else copies_left_out.long()
-        return torch.stack([copies, rows])
-
-
-class TokenDispatcher:
-    """Moves rows as the config says. Holds no tensors: everything a way back needs is in
-    `Dispatched`.
-    """
-
-    def __init__(self, config: MoEConfig, group_name: str) -> None:
-        self.config = config
-        self.group_name = group_name
-        self.num_ranks = comm.group_size(group_name)
-        self.rank = comm.group_rank(group_name)
-        self.num_experts_here = config.num_experts // self.num_ranks
-        self.weighs_rows = config.weights_at == "activation"
-        self.copy_capacity = self.row_capacity = None
-        if config.size_mode == "capacity":
-            copies = self.num_ranks * config.max_tokens
-            if config.copy_capacity is not None:
-                copies = config.copy_capacity
-            rows = copies * min(config.top_k, self.num_experts_here)
-            self.copy_capacity = copies
-            self.row_capacity = rows if config.row_capacity is None else config.row_capacity
-
-    def __call__(
-        self,
-        x_TH: torch.Tensor,
-        weights_TK: torch.Tensor,
-        ids_TK: torch.Tensor,
-        expert_capacity: int | None,
-    ) -> Dispatched:
-        """Rows for this rank's experts. `expert_capacity`: pad to that many rows for each (rank,
-        expert).
-        """
-        raise NotImplementedError
-
-    def _dispatched(
-        self,
-        x_TH: torch.Tensor,
-        weights_TK: torch.Tensor,
-        rows: _Rows,
-        overflow_2: torch.Tensor | None,
-        way_back: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
-    ) -> Dispatched:
-        """Permute tokens that are all here into rows, and the way back to them, which `way_back`
-        continues.
-        """
-        maps = rows.slot_of_row_C, rows.row_of_slot_TK
-        late_weights = None if self.weighs_rows else weights_TK
-
-        def back(rows_CH: torch.Tensor, addend_TH: torch.Tensor | None) -> torch.Tensor:
-            return way_back(unpermute(rows_CH, late_weights, *maps), addend_TH)
-
-        row_weights_C = rows.permute_weights(weights_TK) if self.weighs_rows else None
-        rows_CH = permute(x_TH, None, *maps)
-        return Dispatched(rows_CH, row_weights_C, rows.offsets_E, overflow_2, back)
-
-
-def _add(out_TH: torch.Tensor, addend_TH: torch.Tensor | None) -> torch.Tensor:
-    return out_TH if addend_TH is None else out_TH + addend_TH
+from .expert_groups import ExpertGroups
+from .token_dispatcher import Dispatched, Gathered, Rows, TokenDispatcher, add
 
 
 class LocalDispatcher(TokenDispatcher):
@@ -140,9 +45,9 @@ class LocalDispatcher(TokenDispatcher):
         ids_TK: torch.Tensor,
         expert_capacity: int | None,
     ) -> Dispatched:
-        rows = _Rows(*sort_slots(ids_TK, self.config.num_experts, expert_capacity=expert_capacity))
+        rows = Rows(*sort_slots(ids_TK, self.config.num_experts, expert_capacity=expert_capacity))
         overflow_2 = None if expert_capacity is None else rows.overflow_2(ids_TK)
-        return self._dispatched(x_TH, weights_TK, rows, overflow_2, _add)
+        return self._dispatched(x_TH, weights_TK, rows, overflow_2, add)
 
 
 class FlexDispatcher(TokenDispatcher):
@@ -166,18 +71,25 @@ class FlexDispatcher(TokenDispatcher):
             row_capacity=self.row_capacity,
             wire=self.config.wire,
         )
-        rows = _Rows(plan.slot_of_row_C, plan.row_of_slot_DK, plan.offsets_L)
         overflow_2 = None if self.copy_capacity is None else plan.overflow_2.long()
-        if expert_capacity is not None:
-            sorted_slots = sort_slots(
-                plan.ids_DK, self.num_experts_here, expert_capacity=self.num_ranks * expert_capacity
-            )
-            rows = _Rows(*sorted_slots)
-            overflow_2 = rows.overflow_2(plan.ids_DK, plan.overflow_2[0])
+
+        parts = None
 
         def way_back(z_DH: torch.Tensor, addend_TH: torch.Tensor | None) -> torch.Tensor:
+            z_DH = z_DH if parts is None else parts.sum(z_DH)
             return combine(z_DH, plan, group=self.group_name, addend_TH=addend_TH)[0]
 
+        if expert_capacity is None and not self.groups.etp:
+            rows = Rows(plan.slot_of_row_C, plan.row_of_slot_DK, plan.offsets_L)
+            return self._dispatched(copies_DH, weights_DK, rows, overflow_2, way_back)
+        ids_DK = plan.ids_DK
+        if self.groups.etp:
+            parts = Gathered(copies_DH, self.groups.etp, self.copy_capacity)
+            copies_DH, weights_DK = parts.gather(copies_DH), parts.gather(weights_DK)
+            ids_DK = parts.gather_ids(ids_DK)
+        rows = self._sort(ids_DK, expert_capacity)
+        if overflow_2 is not None or expert_capacity is not None:
+            overflow_2 = rows.overflow_2(ids_DK, plan.overflow_2[0])
         return self._dispatched(copies_DH, weights_DK, rows, overflow_2, way_back)
 
 
@@ -191,43 +103,28 @@ class AllGatherDispatcher(TokenDispatcher):
         ids_TK: torch.Tensor,
         expert_capacity: int | None,
     ) -> Dispatched:
-        group = self.group_name
-        counts_P, rank_of_token_G = gather_plan(
-            x_TH,
-            group=group,
-            max_tokens=self.config.max_tokens,
-            padded=self.copy_capacity is not None,
-        )
-        num_gathered = rank_of_token_G.shape[0]
-
-        def gather(values: torch.Tensor) -> torch.Tensor:
-            return all_gather_rows(values, counts_P, num_gathered, group=group)
-
-        # Shifted by one, so that the zeros of padding tokens mean "no expert".
-        ids_GK = gather(ids_TK + 1) - 1
+        padded_to = None if self.copy_capacity is None else self.config.max_tokens
+        everyone = Gathered(x_TH, self.groups.both, padded_to)
+        ids_GK = everyone.gather_ids(ids_TK)
         first = self.rank * self.num_experts_here
         here = (ids_GK >= first) & (ids_GK < first + self.num_experts_here)
         ids_GK = torch.where(here, ids_GK - first, -1)
         copies_left_out = None
         if self.copy_capacity is not None:
             held_G = here.any(1)
-            fits_G = held_G & (held_G.cumsum(0) <= self.copy_capacity)
+            fits_G = held_G & (held_G.cumsum(0) <= self.groups.num_parts * self.copy_capacity)
             ids_GK = torch.where(fits_G[:, None], ids_GK, -1)
             copies_left_out = held_G.sum() - fits_G.sum()
-        if expert_capacity is None:
-            limits = {"row_capacity": self.row_capacity}
-        else:
-            limits = {"expert_capacity": self.num_ranks * expert_capacity}
-        rows = _Rows(*sort_slots(ids_GK, self.num_experts_here, **limits))
+        rows = self._sort(ids_GK, expert_capacity)
         overflow_2 = None
         if self.copy_capacity is not None or expert_capacity is not None:
             overflow_2 = rows.overflow_2(ids_GK, copies_left_out)
-        num_tokens = x_TH.shape[0]
 
         def way_back(z_GH: torch.Tensor, addend_TH: torch.Tensor | None) -> torch.Tensor:
-            return _add(reduce_scatter_rows(z_GH, counts_P, num_tokens, group=group), addend_TH)
+            return add(everyone.sum(z_GH), addend_TH)
 
-        return self._dispatched(gather(x_TH), gather(weights_TK), rows, overflow_2, way_back)
+        x_GH, weights_GK = everyone.gather(x_TH), everyone.gather(weights_TK)
+        return self._dispatched(x_GH, weights_GK, rows, overflow_2, way_back)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,7 +133,7 @@ class _Chunks:
     to keep.
     """
 
-    slots: _Rows
+    slots: Rows
     counts_before: torch.Tensor | None
     send_P: torch.Tensor
     recv_P: torch.Tensor
@@ -261,7 +158,7 @@ class AllToAllDispatcher(TokenDispatcher):
             chunks = self._chunks(ids_TK)
         else:
             chunks = self._padded_chunks(ids_TK, expert_capacity)
-        here = self._dispatched(x_TH, weights_TK, chunks.slots, chunks.overflow_2, _add)
+        here = self._dispatched(x_TH, weights_TK, chunks.slots, chunks.overflow_2, add)
         row_weights_C = here.row_weights_C
         if row_weights_C is not None:
             row_weights_C = self._send(row_weights_C[:, None], chunks).reshape(-1)
@@ -270,7 +167,38 @@ class AllToAllDispatcher(TokenDispatcher):
             return here.combine(self._return(rows_CH, chunks), addend_TH)
 
         rows_CH = self._send(here.rows_CH, chunks)
-        return Dispatched(rows_CH, row_weights_C, chunks.offsets_L, chunks.overflow_2, back)
+        found = Dispatched(rows_CH, row_weights_C, chunks.offsets_L, chunks.overflow_2, back)
+        if not self.groups.etp:
+            return found
+        equal = self.row_capacity is not None or expert_capacity is not None
+        return self._of_all_parts(found, rows_CH.shape[0] if equal else None)
+
+    def _of_all_parts(self, own: Dispatched, num_rows: int | None) -> Dispatched:
+        """The rows of all ranks of "etp", by expert; each rank's tail of unused rows last.
+        `num_rows`: that each of them has, None: each its own number.
+        """
+        parts = Gathered(own.rows_CH, self.groups.etp, num_rows)
+        ends = functional.pad(own.offsets_L, (1, 1))
+        ends[-1] = own.rows_CH.shape[0]
+        num_parts = self.groups.num_parts
+        counts = all_gather_rows(
+            ends.diff()[None],
+            torch.ones(num_parts, dtype=torch.int64, device="cpu"),
+            num_parts,
+            group=self.groups.etp,
+        )
+
+        def gather(rows: torch.Tensor) -> torch.Tensor:
+            return sort_chunks(parts.gather(rows), counts)
+
+        def back(rows_GH: torch.Tensor, addend_TH: torch.Tensor | None) -> torch.Tensor:
+            return own.combine(parts.sum(sort_chunks(rows_GH, counts.T)), addend_TH)
+
+        weights_C = own.row_weights_C
+        if weights_C is not None:
+            weights_C = gather(weights_C[:, None]).reshape(-1)
+        offsets_L = counts[:, :-1].sum(0).cumsum(0).int()
+        return Dispatched(gather(own.rows_CH), weights_C, offsets_L, own.overflow_2, back)
 
     def _send(self, rows: torch.Tensor, chunks: _Chunks) -> torch.Tensor:
         if chunks.counts_before is not None:
@@ -300,7 +228,7 @@ class AllToAllDispatcher(TokenDispatcher):
         )
         if self.row_capacity is None:
             _, _, send_P, recv_P = plan.splits_4P.unbind(0)
-            slots = _Rows(*sort_slots(ids_TK, config.num_experts))
+            slots = Rows(*sort_slots(ids_TK, config.num_experts))
             num_rows = plan.slot_of_row_C.shape[0]
             return _Chunks(
                 slots=slots,
@@ -320,7 +248,7 @@ class AllToAllDispatcher(TokenDispatcher):
         place_TK = plan.copy_of_token_TP.gather(1, rank_TK.clamp(min=0).long())
         sent_TK = (rank_TK >= 0) & (place_TK >= 0)
         num_slots = self.num_ranks * chunk_rows
-        slots = _Rows(
+        slots = Rows(
             *sort_slots(
                 torch.where(sent_TK, ids_TK, -1), config.num_experts, row_capacity=num_slots
             )
@@ -344,7 +272,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def _padded_chunks(self, ids_TK: torch.Tensor, expert_capacity: int) -> _Chunks:
         """Equal chunks for each (rank, expert): no plan, no counts, nothing read."""
         num_experts, num_ranks = self.config.num_experts, self.num_ranks
-        slots = _Rows(*sort_slots(ids_TK, num_experts, expert_capacity=expert_capacity))
+        slots = Rows(*sort_slots(ids_TK, num_experts, expert_capacity=expert_capacity))
         num_rows = num_experts * expert_capacity
         splits_P = torch.full((num_ranks,), self.num_experts_here * expert_capacity, device="cpu")
         counts = ids_TK.new_full((num_ranks, self.num_experts_here), expert_capacity)
@@ -369,11 +297,11 @@ _DISPATCHERS: dict[str, type[TokenDispatcher]] = {
 }
 
 
-def make_dispatcher(config: MoEConfig, group_name: str) -> TokenDispatcher:
+def make_dispatcher(config: MoEConfig, groups: ExpertGroups) -> TokenDispatcher:
     """The config's dispatcher; the local one where there is nothing to exchange and no capacity to
     respect.
     """
     bounded = config.copy_capacity is not None or config.row_capacity is not None
-    if comm.group_size(group_name) == 1 and not bounded:
-        return LocalDispatcher(config, group_name)
-    return _DISPATCHERS[config.dispatcher](config, group_name)
+    if comm.group_size(groups.both) == 1 and not bounded:
+        return LocalDispatcher(config, groups)
+    return _DISPATCHERS[config.dispatcher](config, groups)

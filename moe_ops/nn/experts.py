@@ -1,6 +1,6 @@
 """The experts of one rank as two grouped matmuls, and the shared expert that every token passes.
 
-Letters: E experts, L experts here, C rows, H hidden, F ffn.
+Letters: E experts, L experts here, C rows, H hidden, F ffn (of an expert's part here).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from .. import checks, comm, layout
@@ -17,6 +18,7 @@ from ..ops.grouped_bias import grouped_bias
 from ..ops.grouped_mm import grouped_mm
 from ..ops.swiglu import swiglu
 from .config import ACTIVATIONS
+from .expert_groups import ExpertGroups
 
 # Options of `swiglu` for each gated activation of MoEConfig; "relu2" has no gate.
 _GATED: dict[str, dict[str, Any]] = {
@@ -30,10 +32,17 @@ class Experts(nn.Module):
     """w13 [L, 2F, H] (gate first), w2 [L, H, F], optional b13 [L, 2F] and b2 [L, H]; F for 2F with
     "relu2".
 
+    On a mesh they are DTensors, w13 [E, 2, F, H] and b13 [E, 2, F] (1 for 2 with "relu2"), so that
+    an axis "etp" can spread F; b2 is the same on its ranks.
+
     With equal seeds on all ranks an expert starts with the same weights under every layout.
 
+    Args:
+        group: a ProcessGroup, its name, a DeviceMesh with an axis "ep" and perhaps "etp", or None.
+
     Raises:
-        ValueError: the experts do not spread evenly over `group`, or the activation is unknown.
+        ValueError: the experts do not spread evenly over `group`, or F over "etp", or the
+            activation is unknown.
     """
 
     def __init__(
@@ -51,20 +60,27 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         self.activation = activation
-        self.group_name = comm.group_name_of(group)
-        num_ranks = comm.group_size(self.group_name)
+        self.groups = ExpertGroups.of(group)
+        num_ranks, num_parts = comm.group_size(self.groups.ep), self.groups.num_parts
         checks.one_of("Experts", "activation", activation, ACTIVATIONS)
         checks.experts("Experts", num_experts, num_ranks)
+        if ffn_hidden_size % num_parts:
+            raise ValueError(
+                f"Experts: ffn_hidden_size must be a multiple of the {num_parts} ranks of 'etp', "
+                f"got {ffn_hidden_size}"
+            )
+        ffn_here, ways = ffn_hidden_size // num_parts, 2 if activation in _GATED else 1
+        up = (ways * ffn_here,) if self.groups.mesh is None else (ways, ffn_here)
         num_experts_here = num_experts // num_ranks
-        up_size = ffn_hidden_size * (2 if activation in _GATED else 1)
 
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(num_experts_here, *shape, device=device, dtype=dtype))
+        def parameter(*shape: int, spread: int | None) -> nn.Parameter:
+            local = torch.empty(num_experts_here, *shape, device=device, dtype=dtype)
+            return self.groups.parameter(local, spread)
 
-        self.w13 = parameter(up_size, hidden_size)
-        self.w2 = parameter(hidden_size, ffn_hidden_size)
-        self.b13 = parameter(up_size) if bias else None
-        self.b2 = parameter(hidden_size) if bias else None
+        self.w13 = parameter(*up, hidden_size, spread=2)
+        self.w2 = parameter(hidden_size, ffn_here, spread=2)
+        self.b13 = parameter(*up, spread=2) if bias else None
+        self.b2 = parameter(hidden_size, spread=None) if bias else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -75,14 +91,32 @@ class Experts(nn.Module):
         seed = int(torch.randint(2**62, (), device="cpu"))
         if self.w13.is_meta:
             return
-        first = comm.group_rank(self.group_name) * self.w13.shape[0]
-        for expert in range(self.w13.shape[0]):
-            stream = torch.Generator(self.w13.device).manual_seed((seed + first + expert) % 2**63)
-            for weight, bias in ((self.w13, self.b13), (self.w2, self.b2)):
-                bound = 1 / math.sqrt(weight.shape[2])
-                for tensor in (weight, bias):
-                    if tensor is not None:
-                        tensor[expert].uniform_(-bound, bound, generator=stream)
+        w13, w2, b13, b2 = self._local()
+        num_experts_here, hidden_size, ffn_here = w2.shape
+        ffn, ways = ffn_here * self.groups.num_parts, w13.shape[1] // ffn_here
+        first = comm.group_rank(self.groups.ep) * num_experts_here
+        # An expert's tensors one after the other: of this rank, whole, where F lies in it, fan-in.
+        tensors = (
+            (w13, (ways, ffn, hidden_size), 1, hidden_size),
+            (b13, (ways, ffn), 1, hidden_size),
+            (w2, (hidden_size, ffn), 1, ffn),
+            (b2, (hidden_size,), None, ffn),
+        )
+        for expert in range(num_experts_here):
+            stream = torch.Generator(w13.device).manual_seed((seed + first + expert) % 2**63)
+            for here, shape, dim, fan_in in tensors:
+                if here is not None:
+                    bound = 1 / math.sqrt(fan_in)
+                    whole = here.new_empty(shape).uniform_(-bound, bound, generator=stream)
+                    here[expert] = self.groups.part_of(whole, dim).reshape(here.shape[1:])
+
+    def _local(self) -> tuple[Any, Any, Any, Any]:
+        """This rank's w13, w2, b13, b2 in the shapes of a group without a mesh."""
+        parameters: tuple[Any, ...] = (self.w13, self.w2, self.b13, self.b2)
+        w13, w2, b13, b2 = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
+        if self.groups.mesh is not None:
+            w13, b13 = w13.flatten(1, 2), None if b13 is None else b13.flatten(1, 2)
+        return w13, w2, b13, b2
 
     def forward(
         self,
@@ -91,23 +125,27 @@ class Experts(nn.Module):
         offsets_L: torch.Tensor,
     ) -> torch.Tensor:
         """[C, H]: each row through the expert that owns it, times its weight; zero past the last
-        offset.
+        offset. With "etp" this rank's term of the sum over its ranks, which hold the same rows.
 
         Args:
             rows_CH: [C, H] in the parameters' dtype (any under autocast).
             row_weights_C: [C] float32, applied at the activation and to the down bias, or None.
             offsets_L: [L] int32, inclusive ends of the experts' rows.
         """
-        h = grouped_mm(rows_CH, self.w13, offsets_L)
-        if self.b13 is not None:
-            h = grouped_bias(h, self.b13, None, offsets_L)
+        w13, w2, b13, b2 = self._local()
+        h = grouped_mm(rows_CH, w13, offsets_L)
+        if b13 is not None:
+            h = grouped_bias(h, b13, None, offsets_L)
         if self.activation in _GATED:
             a_CF = swiglu(h, row_weights_C, offsets_L, **_GATED[self.activation])
         else:
             a_CF = _squared_relu(h, row_weights_C)
-        z_CH = grouped_mm(a_CF, self.w2, offsets_L)
-        if self.b2 is not None:
-            z_CH = grouped_bias(z_CH, self.b2, row_weights_C, offsets_L)
+        z_CH = grouped_mm(a_CF, w2, offsets_L)
+        if b2 is not None:
+            num_parts = self.groups.num_parts
+            if num_parts > 1:  # a share of the value, but all of the gradient: copies stay equal
+                b2 = torch.add(b2, b2.detach(), alpha=1 / num_parts - 1)
+            z_CH = grouped_bias(z_CH, b2, row_weights_C, offsets_L)
         return z_CH
 
     def extra_repr(self) -> str:

@@ -13,10 +13,12 @@ import torch
 import torch._dynamo.config
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import checks, comm, layout
 from .config import MoEConfig
 from .dispatchers import make_dispatcher
+from .expert_groups import ExpertGroups
 from .experts import Experts, SharedExperts
 from .router import Router, in_backward
 
@@ -42,7 +44,9 @@ class MoE(nn.Module):
     Args:
         config: what to build.
         group: ranks among which the experts are spread evenly, in order; each rank brings its own
-            tokens, possibly none. A ProcessGroup, its name, or None: all experts here.
+            tokens, possibly none. A ProcessGroup, its name, or None: all experts here. Or a
+            DeviceMesh, as `ParallelLayout.meshes(...).experts`: experts are spread over its axis
+            "ep", each one's F over "etp" if there is one, and their parameters are DTensors.
         device, dtype: of the parameters. On the meta device nothing is initialised: `to_empty`,
             then `reset_parameters`.
 
@@ -73,7 +77,7 @@ class MoE(nn.Module):
     def __init__(
         self,
         config: MoEConfig,
-        group: dist.ProcessGroup | str | None = None,
+        group: dist.ProcessGroup | DeviceMesh | str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -81,22 +85,22 @@ class MoE(nn.Module):
         if not isinstance(config, MoEConfig):
             raise TypeError(f"MoE: config must be a MoEConfig, got {config!r}")
         self.config = config
-        self.group_name = comm.group_name_of(group)
-        num_ranks = comm.group_size(self.group_name, "MoE")
-        _check_group(config, group, num_ranks)
-        if num_ranks > 1 and config.size_mode == "exact":
+        groups = ExpertGroups.of(group)
+        self.group_name = groups.both
+        _check_group(config, group, comm.group_size(groups.ep, "MoE"))
+        if comm.group_size(groups.both) > 1 and config.size_mode == "exact":
             torch._dynamo.config.capture_dynamic_output_shape_ops = True
         self.router = Router(
             config.hidden_size,
             config.num_experts,
             config.top_k,
             config.router,
-            group=group,
+            group=self.group_name or None,
             max_tokens=config.max_tokens,
             device=device,
             dtype=dtype,
         )
-        self.dispatcher = make_dispatcher(config, self.group_name)
+        self.dispatcher = make_dispatcher(config, groups)
         self.experts = Experts(
             config.hidden_size,
             config.ffn_hidden_size,

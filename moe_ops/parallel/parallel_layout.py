@@ -30,12 +30,14 @@ class ParallelMeshes:
     """This rank's meshes. Axes as `order` has them, the slowest first.
 
     `attention`: pp, dp, cp, tp. `experts`: pp, edp, ep, etp. Of one axis each: `dp_cp`, the
-    replicas of a dense parameter; `ep_etp`, the ranks that hold all experts once.
+    replicas of a dense parameter; `stage`, all ranks of a pipeline stage; `ep_etp`, those that hold
+    all experts once.
     """
 
     attention: DeviceMesh
     experts: DeviceMesh
     dp_cp: DeviceMesh
+    stage: DeviceMesh
     ep_etp: DeviceMesh
 
 
@@ -156,7 +158,11 @@ class ParallelLayout:
             )
         attention, experts = (_mesh(device_type, axes) for axes in self._grids())
         return ParallelMeshes(
-            attention, experts, _flat(attention, "dp", "cp"), _flat(experts, "ep", "etp")
+            attention,
+            experts,
+            dp_cp=_flat(attention, "dp", "cp"),
+            stage=_flat(attention, "dp", "cp", "tp"),
+            ep_etp=_flat(experts, "ep", "etp"),
         )
 
     def rows(self) -> Iterator[str]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from moe_ops.nn import MoE, MoEConfig, RouterConfig
 from moe_ops.ops.topk_route import topk_route
+from moe_ops.parallel import ParallelLayout
 from moe_ops.testing import assert_close, moe_oracle
 
 SIZES = {"hidden_size": 8, "ffn_hidden_size": 6, "num_experts": 8, "top_k": 2}
@@ -119,19 +120,23 @@ def check_layer(
     replay: bool = True,
     compiled: str | None = None,
     group_ranks: list[int] | None = None,
+    axes: dict[str, int] | None = None,
     device: str = "cpu",
 ) -> None:
     """Output and every gradient of this rank equal the oracle's; expert gradients sum over all
-    ranks' tokens.
+    ranks' tokens. `axes`: of a mesh for the layer.
     """
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     if group_ranks is not None:
         group = dist.new_group(group_ranks)
         if rank not in group_ranks:
             return
         rank = group_ranks.index(rank)
     size = dist.get_world_size(group)
-    layer = make_layer(config, group, dtype, device)
+    mesh = None
+    if axes is not None:
+        mesh = ParallelLayout(world=size, **axes).meshes(device).experts
+    layer = make_layer(config, mesh or group, dtype, device)
     full = make_layer(config, None, dtype, device)
     step = torch.compile(layer, fullgraph=True, backend=compiled) if compiled else layer
     x, grad, ids = (t.to(device) for t in inputs_of_rank(rank, num_tokens[rank], config, dtype))
@@ -159,5 +164,10 @@ def check_layer(
                 totals[name] = grad_e if total is None else total + grad_e
     here = config.num_experts // size
     for name, parameter in layer.experts.named_parameters():
-        mine = totals[name][rank * here : (rank + 1) * here]
-        assert_close(f"{name}.grad", parameter.grad, mine)
+        mine, grad = totals[name], parameter.grad
+        if mesh is None:
+            mine = mine[rank * here : (rank + 1) * here]
+        else:
+            grad = grad.full_tensor()
+            mine = mine.reshape(grad.shape)
+        assert_close(f"{name}.grad", grad, mine)

@@ -1,0 +1,68 @@
+"""Over which ranks experts are spread: whole ones over `ep`, each one's F over `etp`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .. import comm
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertGroups:
+    """Names of groups, "" for one rank alone.
+
+    `ep`: ranks among which the experts are spread; `etp`: the `num_parts` ranks that hold a part
+    each of the same experts; `both`: all of these. `mesh`: of these axes, in its order, None if
+    only a group was given.
+    """
+
+    ep: str
+    etp: str
+    both: str
+    num_parts: int
+    mesh: DeviceMesh | None
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | DeviceMesh | str | None) -> ExpertGroups:
+        """Of a group or its name, or of the axes "ep" and, if there is one, "etp" of a mesh.
+
+        Raises:
+            ValueError: a mesh without "ep".
+        """
+        if not isinstance(group, DeviceMesh):
+            name = comm.group_name_of(group)
+            return ExpertGroups(name, "", name, 1, None)
+        axes = group.mesh_dim_names or ()
+        if "ep" not in axes:
+            raise ValueError(f"group: a mesh must have an axis 'ep', got axes {axes}")
+        mesh = group[tuple(axis for axis in axes if axis in ("ep", "etp"))]
+        if mesh.ndim == 1:
+            name = comm.group_name_of(mesh.get_group())
+            return ExpertGroups(name, "", name, 1, mesh)
+        both = mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+        parts = (mesh.get_group("ep"), mesh.get_group("etp"), both.get_group())
+        ep, etp, whole = (comm.group_name_of(part) for part in parts)
+        num_parts = comm.group_size(etp)
+        return ExpertGroups(ep, etp if num_parts > 1 else "", whole, num_parts, mesh)
+
+    def part_of(self, whole: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """This rank's part of an expert's tensor, spread in dimension `dim`, if in any."""
+        return whole if dim is None else whole.chunk(self.num_parts, dim)[comm.group_rank(self.etp)]
+
+    def parameter(self, local: torch.Tensor, dim: int | None) -> nn.Parameter:
+        """Of this rank's experts' parts, spread in dimension `dim`; a DTensor if there is a mesh.
+
+        None: the same on all ranks of `etp`.
+        """
+        if self.mesh is None:
+            return nn.Parameter(local)
+        parts: Placement = Replicate() if dim is None else Shard(dim)
+        axes = self.mesh.mesh_dim_names or ()
+        placements = [Shard(0) if axis == "ep" else parts for axis in axes]
+        return nn.Parameter(DTensor.from_local(local, self.mesh, placements, run_check=False))
