@@ -18,38 +18,45 @@ class ExpertGroups:
     """Names of groups, "" for one rank alone.
 
     `ep`: ranks among which the experts are spread; `etp`: the `num_parts` ranks that hold a part
-    each of the same experts; `both`: all of these. `mesh`: of these axes, in its order, None if
-    only a group was given.
+    each of the same experts; `both`: all of these; `balanced`: with "edp", too: those whose tokens
+    a router balances together. `mesh`: of "ep" and "etp", in its order, None if only a group was
+    given.
     """
 
     ep: str
     etp: str
     both: str
+    balanced: str
     num_parts: int
     mesh: DeviceMesh | None
 
     @staticmethod
     def of(group: dist.ProcessGroup | DeviceMesh | str | None) -> ExpertGroups:
-        """Of a group or its name, or of the axes "ep" and, if there is one, "etp" of a mesh.
+        """Of a group or its name, or of a mesh's axes "ep" and, if there are such, "etp" and "edp".
 
         Raises:
             ValueError: a mesh without "ep".
         """
         if not isinstance(group, DeviceMesh):
             name = comm.group_name_of(group)
-            return ExpertGroups(name, "", name, 1, None)
+            return ExpertGroups(name, "", name, name, 1, None)
         axes = group.mesh_dim_names or ()
         if "ep" not in axes:
             raise ValueError(f"group: a mesh must have an axis 'ep', got axes {axes}")
-        mesh = group[tuple(axis for axis in axes if axis in ("ep", "etp"))]
-        if mesh.ndim == 1:
-            name = comm.group_name_of(mesh.get_group())
-            return ExpertGroups(name, "", name, 1, mesh)
-        both = mesh._flatten("_".join(mesh.mesh_dim_names or ()))
-        parts = (mesh.get_group("ep"), mesh.get_group("etp"), both.get_group())
-        ep, etp, whole = (comm.group_name_of(part) for part in parts)
-        num_parts = comm.group_size(etp)
-        return ExpertGroups(ep, etp if num_parts > 1 else "", whole, num_parts, mesh)
+
+        def over(*names: str) -> DeviceMesh:
+            return group[tuple(axis for axis in axes if axis in names)]
+
+        def name_of(mesh: DeviceMesh) -> str:
+            flat = mesh if mesh.ndim == 1 else mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+            return comm.group_name_of(flat.get_group())
+
+        ep, both, balanced = (
+            name_of(over(*names)) for names in (("ep",), ("ep", "etp"), ("edp", "ep", "etp"))
+        )
+        num_parts = group.size(axes.index("etp")) if "etp" in axes else 1
+        etp = name_of(over("etp")) if num_parts > 1 else ""
+        return ExpertGroups(ep, etp, both, balanced, num_parts, over("ep", "etp"))
 
     def part_of(self, whole: torch.Tensor, dim: int | None) -> torch.Tensor:
         """This rank's part of an expert's tensor, spread in dimension `dim`, if in any."""

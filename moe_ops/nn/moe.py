@@ -46,7 +46,8 @@ class MoE(nn.Module):
         group: ranks among which the experts are spread evenly, in order; each rank brings its own
             tokens, possibly none. A ProcessGroup, its name, or None: all experts here. Or a
             DeviceMesh, as `ParallelLayout.meshes(...).experts`: experts are spread over its axis
-            "ep", each one's F over "etp" if there is one, and their parameters are DTensors.
+            "ep", each one's F over "etp" if there is one, and their parameters are DTensors; the
+            tokens of "edp", if there is one, are balanced with these.
         device, dtype: of the parameters. On the meta device nothing is initialised: `to_empty`,
             then `reset_parameters`.
 
@@ -95,7 +96,7 @@ class MoE(nn.Module):
             config.num_experts,
             config.top_k,
             config.router,
-            group=self.group_name or None,
+            group=groups.balanced or None,
             max_tokens=config.max_tokens,
             device=device,
             dtype=dtype,
