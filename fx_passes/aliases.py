@@ -21,6 +21,7 @@ _ALIASES = (
     # What they hand out lies in what the start made.
     _OPS.dispatch_wait.default,
     _OPS.combine_wait.default,
+    _OPS.cp_shift_wait.default,
 )
 
 

@@ -1,7 +1,8 @@
 """How long the device is busy with what a node does, and how many bytes its outputs have.
 
     matmuls       launch + max(flops / FLOP/s, bytes read and written / memory bandwidth)
-    exchanges     latency + max(bytes that leave the rank / link, bytes here / memory bandwidth)
+    exchanges     latency + max(bytes that leave the rank / link, bytes here / memory bandwidth);
+                  shifts, too
     plans         a latency
     views, getitem, sizes, waits    0
     the rest      launch + bytes / memory bandwidth; what Inductor fuses, a pointwise node into
@@ -44,6 +45,7 @@ _EXCHANGES = (
     _OPS.combine.default,
     _OPS.combine_start.default,
 )
+_SHIFTS = (_OPS.cp_shift.default, _OPS.cp_shift_start.default)
 _PLANS = (_OPS.exchange_plan.default, _OPS.gather_plan.default)
 _COLLECTIVES = (
     _OPS.all_to_all.default,
@@ -54,6 +56,7 @@ _COLLECTIVES = (
 _FREE = (
     _OPS.dispatch_wait.default,
     _OPS.combine_wait.default,
+    _OPS.cp_shift_wait.default,
     _C10D.wait_tensor.default,
     _ATEN._unsafe_view.default,
 )
@@ -95,6 +98,8 @@ class CostModel:
         sizes = self._sizes(node)
         if is_call(node, *_EXCHANGES):
             return self._exchange(node, sizes)
+        if is_call(node, *_SHIFTS):
+            return self._shift(node, sizes)
         if _is_collective(node):
             return self._collective(node, sizes)
         written = self.num_bytes(node) if _writes(node) else 0
@@ -130,6 +135,15 @@ class CostModel:
         times = 2 if name_of(node).startswith("all_reduce") else 1
         return self._between_ranks(
             _Traffic(_num_ranks(node), times * max(read, written), read + written),
+            self.figures.collective_s,
+            self.figures.collective_bytes_per_s,
+        )
+
+    def _shift(self, node: Node, sizes: ExpectedSizes) -> float:
+        """All of the buffer leaves for one rank."""
+        num_bytes, num_ranks = sizes.num_bytes(arguments(node)[0].meta["val"]), _num_ranks(node)
+        return self._between_ranks(
+            _Traffic(num_ranks, num_bytes / (1 - 1 / max(num_ranks, 2)), 2 * num_bytes),
             self.figures.collective_s,
             self.figures.collective_bytes_per_s,
         )

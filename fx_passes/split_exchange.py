@@ -4,8 +4,9 @@
                                               ->   ...
                                                    rows, weights = dispatch_wait(ticket, x, w, plan)
 
-and likewise combine. The start stands right after the last of its inputs, the wait right before the
-first that reads its outputs. It refuses an exchange that nothing reads.
+and likewise combine and cp_shift, which has no num_sms. The start stands right after the last of
+its inputs, the wait right before the first that reads its outputs. It refuses an exchange that
+nothing reads.
 """
 
 from __future__ import annotations
@@ -17,26 +18,43 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .graph import add_call, add_outputs, arguments, find_calls, replace_outputs, rewrite_matches
+from .graph import (
+    add_call,
+    add_outputs,
+    arguments,
+    find_calls,
+    replace,
+    replace_outputs,
+    rewrite_matches,
+)
 
 _OPS = torch.ops.moe_ops
 # Exchange -> its start and its wait.
 _HALVES: dict[Any, tuple[Any, Any]] = {
     _OPS.dispatch.default: (_OPS.dispatch_start.default, _OPS.dispatch_wait.default),
     _OPS.combine.default: (_OPS.combine_start.default, _OPS.combine_wait.default),
+    _OPS.cp_shift.default: (_OPS.cp_shift_start.default, _OPS.cp_shift_wait.default),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """`exchange`, a dispatch or combine."""
+    """`exchange`, a dispatch, combine or shift."""
 
     exchange: Node
 
     @property
     def readers(self) -> list[Node]:
         """Nodes that read an output."""
-        return [reader for output in self.exchange.users for reader in output.users]
+        users = list(self.exchange.users)
+        if not self.has_outputs:
+            return users
+        return [reader for output in users for reader in output.users]
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether it has several, each a node of its own."""
+        return not isinstance(self.exchange.meta["val"], torch.Tensor)
 
 
 def find_exchanges(graph: Graph) -> list[Match]:
@@ -55,14 +73,18 @@ def rewrite(match: Match, num_sms: int) -> None:
     start_op, wait_op = _HALVES[exchange.target]
     num_tensors = len(wait_op._schema.arguments) - 1  # beside the ticket
     args, outputs = arguments(exchange), exchange.meta["val"]
-    with outputs[0].fake_mode:
-        ticket = outputs[0].new_empty(1, dtype=torch.int64)
-    start_args = [*args, num_sms]
+    like = outputs[0] if match.has_outputs else outputs
+    with like.fake_mode:
+        ticket = like.new_empty(1, dtype=torch.int64)
+    start_args = [*args, num_sms][: len(start_op._schema.arguments)]
     start = add_call(_after_inputs(exchange), start_op, start_args, like=exchange, value=ticket)
     place = {node: number for number, node in enumerate(exchange.graph.nodes)}
     first = min(match.readers, key=place.__getitem__)
     wait = add_call(first, wait_op, [start, *args[:num_tensors]], like=exchange, value=outputs)
-    replace_outputs(exchange, add_outputs(wait, first))
+    if match.has_outputs:
+        replace_outputs(exchange, add_outputs(wait, first))
+    else:
+        replace(exchange, wait)
 
 
 def _after_inputs(node: Node) -> Node:

@@ -38,8 +38,12 @@ _log = logging.getLogger(__name__)
 
 _OPS = torch.ops.moe_ops
 _ATEN = torch.ops.aten
-STARTS = (_OPS.dispatch_start.default, _OPS.combine_start.default)
-WAITS = (_OPS.dispatch_wait.default, _OPS.combine_wait.default)
+STARTS = (
+    _OPS.dispatch_start.default,
+    _OPS.combine_start.default,
+    _OPS.cp_shift_start.default,
+)
+WAITS = (_OPS.dispatch_wait.default, _OPS.combine_wait.default, _OPS.cp_shift_wait.default)
 # Inductor makes a kernel of each, though what comes before or after may become a part of it.
 _REDUCTIONS = (
     *(_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.mean.default, _ATEN.mean.dim),

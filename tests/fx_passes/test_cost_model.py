@@ -171,7 +171,7 @@ def test_every_operator_that_moves_data_takes_time() -> None:
             node.meta["val"] = outputs[0]
         if BY_HAND.seconds(node) == 0:
             free.append(name)
-    assert free == ["combine_wait", "dispatch_wait"]
+    assert free == ["combine_wait", "cp_shift_wait", "dispatch_wait"]
 
 
 def test_capacity_is_not_multiplied_in_full() -> None:
@@ -230,6 +230,14 @@ def test_collectives_by_their_traffic() -> None:
         {name: 200 + num_bytes / 2e3 for name, num_bytes in sent.items()}
     )
     assert seconds["wait_tensor"] == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_shift_sends_its_whole_buffer(num_ranks: int) -> None:
+    with fake_ranks(num_ranks) as group:
+        graph = trace(lambda x: moe_ops.cp_shift(x, group=group) + 0, torch.zeros(512))
+        (seconds,) = (BY_HAND.seconds(n) for n in graph.nodes if name_of(n) == "cp_shift")
+    assert seconds == pytest.approx(200 + 2048 / 2e3)
 
 
 def test_fixed_costs() -> None:

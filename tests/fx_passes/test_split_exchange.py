@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import fx_passes
 import moe_ops
+from fx_passes.graph import name_of
 from fx_passes.split_exchange import find_exchanges
 from fx_passes.split_exchange import split_exchange_pass as split
 from moe_ops import comm
@@ -116,3 +118,48 @@ def test_split_layer_on_ranks(backend: str) -> None:
             assert "dispatch" not in ops and "combine" not in ops
             for op in ("dispatch_start", "dispatch_wait", "combine_start", "combine_wait"):
                 assert ops.count(op) == 2, "one forward, one backward"
+
+
+def ring(q, k, v):
+    out, _ = moe_ops.cp_attention(q, k, v, group=torch.distributed.group.WORLD)
+    return out.sin()
+
+
+def _ring_on_ranks(rank: int, options: dict[str, bool] | None) -> list[list[str]]:
+    """Shifts and attentions of forward and backward, in order; with `options`, of the graphs."""
+    torch.manual_seed(rank)
+    tensors, results = torch.randn(3, 1, 2, 8, 8), []
+    kept = Backend(**options or {})
+    compiled = kept.compile(ring) if options else torch.compile(ring, options=fx_passes.options())
+    for step in (ring, compiled):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = step(*leaves)
+        out.sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for number, (plain, found) in enumerate(zip(*results)):
+        assert_close(f"result {number}", found, plain)
+    assert in_flight.num_in_flight() == 0
+    return [
+        [name_of(n) for n in graph.nodes if "shift" in name_of(n) or "flash" in name_of(n)]
+        for graph in (*kept.forward, *kept.backward)
+    ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("all_passes", [False, True])
+def test_keys_of_the_next_step_come_during_attention(all_passes: bool) -> None:
+    flash = "_scaled_dot_product_flash_attention_for_cpu"
+    options = {} if all_passes else OFF
+    for forward, backward in run_on_ranks(4, _ring_on_ranks, {**options, "split_exchange": True}):
+        assert forward == 3 * ["cp_shift_start", flash, "cp_shift_wait"] + [flash]
+        # Keys ahead of the gradients that were computed from those of the step before.
+        assert backward.count("cp_shift_start") == backward.count("cp_shift_wait") == 3 + 3
+        assert backward[:3] == ["cp_shift_start", f"{flash}_backward", "cp_shift_wait"]
+        steps = [place for place, name in enumerate(backward) if name.startswith(flash)]
+        for first, last in itertools.pairwise(steps):
+            assert "cp_shift_start" in backward[first:last], "beside the later step"
+
+
+@pytest.mark.dist
+def test_ring_compiles_with_inductor_on_ranks() -> None:
+    run_on_ranks(2, _ring_on_ranks, None)
