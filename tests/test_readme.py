@@ -37,15 +37,25 @@ def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("loss ")
 
 
+def torchrun(code: str, num_processes: int, folder: Path) -> None:
+    (folder / "train.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_processes), "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(README.parent)}
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=240)
+
+
 @needs_compiler
 @pytest.mark.dist
 def test_example_runs_on_two_processes(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(example(1))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "train.py"]
-    environment = {**os.environ, "PYTHONPATH": str(README.parent)}
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=240)
+    torchrun(example(1), 2, tmp_path)
     assert (tmp_path / "checkpoint" / ".metadata").exists()
+
+
+@pytest.mark.dist
+def test_layout_example_runs_on_four_processes(tmp_path: Path) -> None:
+    (code,) = [code for code in examples() if "fully_shard_moe" in code]
+    torchrun(code, 4, tmp_path)
 
 
 def test_explain_example_runs(
