@@ -1,0 +1,59 @@
+"""The graphs of a compiled block on a mesh show every collective, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from fx_passes.graph import name_of
+from moe_ops.nn import MoE, MoEConfig
+from moe_ops.parallel import ParallelLayout
+from tests.fx_passes.captured import fake_ranks
+from tests.fx_passes.compiled import OFF, Backend
+
+from .test_gradients import HIDDEN, Model
+
+# By dispatcher: forward, backward. Keys go around the ring of two; experts' rows (copies, tokens),
+# their weights and ids (counts, ids) are gathered over the ranks that hold parts of the experts.
+GATHER, SUM = "all_gather_rows", "reduce_scatter_rows"
+GATHERS, TWICE = 3 * [GATHER], 2 * ["all_to_all"]
+COLLECTIVES = {
+    "flex": (
+        ["cp_shift", "exchange_plan", "dispatch", "gather_plan", *GATHERS, SUM, "combine"],
+        ["dispatch", GATHER, SUM, SUM, "combine", "cp_shift", "cp_shift"],
+    ),
+    "alltoall": (
+        ["cp_shift", "exchange_plan", *TWICE, "gather_plan", *GATHERS, SUM, "all_to_all"],
+        ["all_to_all", GATHER, SUM, SUM, *TWICE, "cp_shift", "cp_shift"],
+    ),
+    "allgather": (
+        ["cp_shift", "gather_plan", *GATHERS, SUM],
+        [GATHER, SUM, SUM, "cp_shift", "cp_shift"],
+    ),
+}
+
+
+def collectives_of(graph: Graph) -> list[str]:
+    """Whatever names a group."""
+    return [
+        name_of(node)
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and any(argument.name == "group_name" for argument in node.target._schema.arguments)
+    ]
+
+
+@pytest.mark.parametrize("dispatcher", COLLECTIVES)
+def test_a_block_on_a_mesh_shows_its_collectives(dispatcher: str) -> None:
+    kept = Backend(**OFF)
+    with fake_ranks(4):
+        meshes = ParallelLayout(world=4, cp=2, ep=2, etp=2).meshes("cpu")
+        model = Model(meshes)
+        config = MoEConfig(
+            hidden_size=HIDDEN, ffn_hidden_size=8, num_experts=8, top_k=2, dispatcher=dispatcher
+        )
+        model.moe = MoE(config, meshes.experts, dtype=torch.float64)
+        kept.compile(model)(torch.randn(2, 4, HIDDEN, dtype=torch.float64)).sum().backward()
+    ((forward,), (backward,)) = kept.forward, kept.backward
+    assert (collectives_of(forward), collectives_of(backward)) == COLLECTIVES[dispatcher]
