@@ -15,6 +15,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import moe_ops
+from fx_passes.graph import name_of
 from moe_ops.nn import MoE
 from tests.ranks import run_on_ranks
 
@@ -96,3 +98,51 @@ def test_exchanges_run_once(way: str, dispatcher: str) -> None:
 def test_unprotected_exchanges_run_again(way: str) -> None:
     for _, backward in run_on_ranks(2, _exchanges_on_rank, way, False, "flex"):
         assert backward.count("dispatch") == 2, "one recomputed, one of combine's gradient"
+
+
+class Ring(torch.nn.Module):
+    """Attention from projections, and something to compute again after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = torch.nn.Linear(8, 24)
+
+    def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x_BTH).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, dim=1)
+        out, _ = moe_ops.cp_attention(q, k, v, group=dist.group.WORLD)
+        return out.sin().transpose(1, 2).flatten(2)
+
+
+def _ring_on_rank(rank: int, way: str, protect: bool) -> list[list[str]]:
+    """Names of the shifts and attentions of the forward and of the backward graph."""
+    ring, x = Ring(), torch.randn(1, 8, 8)
+    backend = Backend(**{**OFF, "protect_exchange": protect})
+    with torch._functorch.config.patch(activation_memory_budget=0.0 if way == "budget" else 1.0):
+        compiled = backend.compile(functools.partial(WAYS[way], ring))
+        results = []
+        for run in (ring, compiled):
+            leaf = x.clone().requires_grad_()
+            y = run(leaf)
+            results.append([y, *torch.autograd.grad(y.sum(), [leaf, *ring.parameters()])])
+    torch.testing.assert_close(results[1], results[0])
+    return [
+        [name for name in map(name_of, graph.nodes) if "shift" in name or "flash" in name]
+        for graph in (*backend.forward, *backend.backward)
+    ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", WAYS)
+def test_a_ring_runs_once(way: str) -> None:
+    for forward, backward in run_on_ranks(2, _ring_on_rank, way, True):
+        assert forward.count("cp_shift") == 1
+        assert backward.count("cp_shift") == 2, "keys and values, and their gradients"
+        assert all(name.endswith("backward") for name in backward if "flash" in name)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", WAYS)
+def test_an_unprotected_ring_runs_again(way: str) -> None:
+    for _, backward in run_on_ranks(2, _ring_on_rank, way, False):
+        assert backward.count("cp_shift") == 3
