@@ -8,12 +8,14 @@ from .cost_model import CostModel, FixedCosts, cost_model
 from .devices import calibrate
 from .explain import explain
 from .pipeline import options
+from .report import Report
 from .tune import Tuned, tune
 
 __all__ = [
     "CostModel",
     "FixedCosts",
     "PassConfig",
+    "Report",
     "Tuned",
     "calibrate",
     "cost_model",

@@ -13,6 +13,7 @@ gloo, rounded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import moe_ops
-from moe_ops.comm import nvlink
+from moe_ops.comm import agree, group_name_of, nvlink
 from moe_ops.comm.groups import device_of
 from moe_ops.kernels import autotune
 
@@ -115,19 +116,30 @@ def calibrate(
     """Measure the current device, in a minute or less, and return its figures as they are written.
 
     Args:
-        path: file to write to, other than `user_table()`, where `cost_model` looks.
+        path: file to write to, other than `user_table()`, where `cost_model` looks; its folder
+            exists.
         group: ranks that exchange, all of which call this, after `moe_ops.comm.setup`: messages are
             of 4096 tokens of 8192 bytes, or as long as that allows; rank 0's figures become those
             of all, so that all schedule alike. None: figures of exchanges stay as the table has
             them, also where torch.distributed runs.
 
     Raises:
-        ValueError: on every rank, if the group was set up for less than 8 MiB at once, which
-            tells no bandwidth, or exchanges what lies elsewhere than on the device.
+        TypeError: the group is no ProcessGroup.
+        ValueError: on every rank, before anything is measured, if one cannot write the file, the
+            group was set up for less than 8 MiB at once, which tells no bandwidth, or it exchanges
+            what lies elsewhere than on the device.
     """
+    if not (group is None or isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            "calibrate: group must be a ProcessGroup of which this rank is a member, or None, got "
+            f"{group!r}"
+        )
     device = device_of(group) if group else torch.device("cpu" if _on_cpu() else "cuda")
-    if device.type != ("cpu" if _on_cpu() else "cuda"):
-        raise ValueError(f"calibrate: group must exchange what lies on the GPU, got {device.type}")
+    place = Path(path or user_table())
+    if not path:
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+    agree("calibrate", group_name_of(group), functools.partial(_check, place, group, device))
     steps = [_matmul, _memory, _launch]
     if group is not None and group.size() > 1:
         message = _message(group, _Bench(device))
@@ -142,8 +154,25 @@ def calibrate(
         boxes = [row]
         dist.broadcast_object_list(boxes, group=group, group_src=0)
         row = boxes[0]
-    _write(user_table() if path is None else Path(path), name, row)
+    _write(place, name, row)
     return row
+
+
+def _check(place: Path, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    if device.type != ("cpu" if _on_cpu() else "cuda"):
+        raise ValueError(f"calibrate: group must exchange what lies on the GPU, got {device.type}")
+    if group is not None and group.size() > 1:
+        _message(group, _Bench(device))
+    if not can_write(place):
+        raise ValueError(
+            f"calibrate: path must be a file in a folder that can be written, got {str(place)!r}"
+        )
+
+
+def can_write(path: str | os.PathLike[str]) -> bool:
+    """Whether it may name a file to write."""
+    place = Path(path).absolute()
+    return not place.is_dir() and place.parent.is_dir() and os.access(place.parent, os.W_OK)
 
 
 def _on_cpu() -> bool:
@@ -162,7 +191,6 @@ def _write(path: Path, name: str, row: dict[str, Any]) -> None:
     """Other processes may do the same at once."""
     import filelock  # noqa: PLC0415 - needed by those who calibrate alone
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(path.with_name(path.name + ".lock")):
         rows = {other: dataclasses.asdict(figures) for other, figures in _read(path).items()}
         written = path.with_name(path.name + ".new")

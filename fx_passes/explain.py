@@ -44,7 +44,8 @@ def explain(
 
     Raises:
         ValueError: no such setting, or times shall be measured without a GPU.
-        RuntimeError: the model does not compile as a whole.
+        RuntimeError: the model does not compile as a whole; or refuses the inputs, which it then
+            gets once more without the compiler: its own error is the cause.
     """
     on_gpu = is_on_gpu(model, inputs)
     measured = on_gpu if measured is None else measured
@@ -55,7 +56,7 @@ def explain(
     variants = {"before": dict(how.get("inductor") or {}), "after": options(**how)}
     found = {}
     for name, inductor in variants.items():
-        with _refusing():
+        with _refusing(model, inputs):
             graphs = _graphs_of(model, inputs, inductor, journal)
             events = {kind: timeline.timeline(graph, costs) for kind, graph in graphs.items()}
             if measured:
@@ -76,13 +77,25 @@ def _graphs_of(
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
+def _refusing(model: Any, inputs: Any) -> Iterator[None]:
     try:
         yield
     except TorchDynamoException as error:
+        _run_uncompiled(model, inputs)
         reason = str(error).strip().partition("\n")[0]
         raise RuntimeError(
             f"explain: model must compile with fullgraph=True, got {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _run_uncompiled(model: Any, inputs: Any) -> None:
+    """The compiler's errors hide those of the model."""
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            step_of(model, inputs)(unmeasured)
+    except Exception as error:
+        raise RuntimeError(
+            f"explain: model must run on the inputs, got {type(error).__name__}: {error}"
         ) from error
 
 

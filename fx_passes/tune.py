@@ -30,6 +30,7 @@ from moe_ops.comm import nvlink
 
 from .config import MEASURED, PassConfig, as_json, config_of
 from .defer_wgrad import DeferWgrad
+from .devices import can_write
 from .measure import Step
 from .overlap_shared_experts import OverlapSharedExperts
 from .pipeline import options
@@ -162,12 +163,6 @@ def _check(
     for name, values in (candidates or {}).items():
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise ValueError(f"tune: candidates of {name} must be a sequence, got {values!r}")
-
-
-def can_write(path: str | os.PathLike[str]) -> bool:
-    """Whether it may name a file to write."""
-    place = Path(path).absolute()
-    return not place.is_dir() and place.parent.is_dir() and os.access(place.parent, os.W_OK)
 
 
 def progress_bar() -> Any:

@@ -12,7 +12,8 @@ import sys
 import torch
 
 from . import demo_model
-from .tune import can_write, progress_bar, tune
+from .devices import can_write
+from .tune import progress_bar, tune
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

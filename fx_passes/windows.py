@@ -21,7 +21,7 @@ import dataclasses
 import logging
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch._ops import OpOverload
@@ -144,17 +144,29 @@ class Schedule:
     """An order of a graph's nodes, and what it costs."""
 
     def __init__(self, graph: Graph, costs: CostModel) -> None:
-        self.order = list(graph.nodes)
-        self.seconds = {node: _compute_seconds(node, costs) for node in self.order}
-        self.lengths = {n: costs.seconds(n) for n in self.order if is_call(n, *STARTS)}
-        self.roots = roots_of(self.order)
+        order = list(graph.nodes)
+        self.seconds = {node: _compute_seconds(node, costs) for node in order}
+        self.lengths = {n: costs.seconds(n) for n in order if is_call(n, *STARTS)}
+        self.waits = {node for node in order if is_call(node, *WAITS)}
+        self.whole = {node for node in order if is_call(node, *EXCHANGES)}
+        takes_time = {node for node, seconds in self.seconds.items() if seconds}
+        self.timed = takes_time | self.lengths.keys() | self.waits | self.whole
+        self.roots = roots_of(order)
         self.num_bytes = {root: costs.num_bytes(root) for root in set(self.roots.values())}
         for window in find_windows(graph):  # the start makes what the wait hands out
             self.num_bytes[window.start] = costs.num_bytes(window.wait)
-        changed = changed_roots(self.order, self.roots)
-        self.staying = {n for n in self.order if _stays(n) or self._reads(n) & changed}
-        self.first_peak = self.peak(self.order)
+        changed = changed_roots(order, self.roots)
+        self.staying = {n for n in order if _stays(n) or self._reads(n) & changed}
+        self.last_needed, self.first_user = _barriers(order, self.staying)
+        self.first_peak = self.peak(order)
+        self._take(order)
         self.window_of: dict[Node, Window] = {}  # of each kernel that moved, as they moved
+
+    def _take(self, order: list[Node]) -> None:
+        self.order = order
+        self.place = {node: number for number, node in enumerate(order)}
+        self.timed_order = [node for node in order if node in self.timed]
+        self.waited = self.exposed(self.timed_order)
 
     def _reads(self, node: Node) -> set[Node]:
         return {self.roots[each] for each in node.all_input_nodes}
@@ -163,18 +175,18 @@ class Schedule:
         self, windows: Sequence[Window], calls: Sequence[Node], bounds: Bounds
     ) -> list[Filling]:
         """Move calls into the windows while that helps; what each got."""
-        before = self.exposed(self.order)
+        before = self.waited
         reasons: dict[Window, str] = {}
         for may_exceed in (False, True, True):  # the last one, where a window lost what it had
             for window in windows:
                 reasons[window] = self._fill_one(window, calls, bounds, may_exceed)
-        exposed, found = self.exposed(self.order), []
+        found = []
         for window, reason in reasons.items():
             name = name_of(window.start).removesuffix("_start")
             moved = tuple(
                 name_of(node) for node, taker in self.window_of.items() if taker == window
             )
-            waits = before[window.wait], exposed[window.wait]
+            waits = before[window.wait], self.waited[window.wait]
             if reason == _HIDDEN and 1e6 * waits[1] >= bounds.min_us:
                 reason = "its calls hide another exchange"
             found.append(Filling(name, moved, *waits, reason))
@@ -186,31 +198,29 @@ class Schedule:
         """Move calls into a window; why no more. `may_exceed`: also calls that are longer than the
         exchange is exposed.
         """
-        while 1e6 * (exposed := self.exposed(self.order))[window.wait] >= bounds.min_us:
-            candidates = self._candidates(window, calls, exposed[window.wait], may_exceed)
-            if reason := self._move_first(window, candidates, exposed, bounds):
+        while 1e6 * self.waited[window.wait] >= bounds.min_us:
+            candidates = self._candidates(window, calls, may_exceed)
+            if reason := self._move_first(window, candidates, bounds):
                 return reason
         return _HIDDEN
 
     def _move_first(
-        self,
-        window: Window,
-        candidates: Iterable[tuple[Node, set[Node]]],
-        exposed: dict[Node, float],
-        bounds: Bounds,
+        self, window: Window, candidates: Iterable[tuple[Node, set[Node]]], bounds: Bounds
     ) -> str | None:
         """Move the first call that may, with what comes along; why none does, else None."""
         reason = "nothing else is independent of the exchange"
         for call, unit in candidates:
-            order = self._moved(unit, window)
-            from_later = self.order.index(call) > self.order.index(window.wait)
-            if not _improves(self.exposed(order), exposed, window.wait, from_later):
+            from_later = self.place[call] > self.place[window.wait]
+            after = self.exposed(_moved(self.timed_order, unit, window.wait))
+            if not _improves(after, self.waited, window.wait, from_later):
                 reason = "what is independent of the exchange hides another one"
-            elif (grown := self.peak(order) - self.first_peak) > bounds.max_bytes:
+                continue
+            order = _moved(self.order, unit, window.wait)
+            if (grown := self.peak(order) - self.first_peak) > bounds.max_bytes:
                 reason = f"{name_of(call)} would raise the peak by {grown} bytes"
             else:
                 before = set(self._between(window))
-                self.order = order
+                self._take(order)
                 for node in self._between(window):
                     if runs_alone(node) and node not in before:
                         self.window_of.pop(node, None)
@@ -219,29 +229,31 @@ class Schedule:
         return reason
 
     def _between(self, window: Window) -> list[Node]:
-        begin = self.order.index(window.start)
-        return self.order[begin + 1 : self.order.index(window.wait)]
+        return self.order[self.place[window.start] + 1 : self.place[window.wait]]
 
     def _candidates(
-        self, window: Window, calls: Sequence[Node], exposed: float, may_exceed: bool
+        self, window: Window, calls: Sequence[Node], may_exceed: bool
     ) -> list[tuple[Node, set[Node]]]:
         """Calls outside of a window, each with all that moves with it, in the order to try."""
-        place = {node: number for number, node in enumerate(self.order)}
+        place = self.place
         begin, end = place[window.start], place[window.wait]
         found = []
         for call in calls:
-            if begin < place[call] < end or not (unit := self._unit(call, end, place)):
+            if begin < place[call] < end or not (unit := self._unit(call, window.wait)):
                 continue
             new = sum(self.seconds[node] for node in unit if not begin < place[node] < end)
-            exceeds = new > exposed + _ROUNDING
+            exceeds = new > self.waited[window.wait] + _ROUNDING
             if may_exceed or not exceeds:
                 key = exceeds, new if exceeds else -new, place[call]
                 found.append((key, call, unit))
         found.sort(key=lambda candidate: candidate[0])
         return [(call, unit) for _, call, unit in found]
 
-    def _unit(self, call: Node, end: int, place: dict[Node, int]) -> set[Node] | None:
-        """`call`, and what has to come along to just before the place `end`; None if it cannot."""
+    def _unit(self, call: Node, wait: Node) -> set[Node] | None:
+        """`call`, and what has to come along to just before `wait`; None if it cannot."""
+        place, end = self.place, self.place[wait]
+        if self._is_barred(call, wait):
+            return None
         unit, pending = {call}, [call]
         while pending:
             node = pending.pop()
@@ -257,11 +269,12 @@ class Schedule:
             pending.extend(new)
         return unit
 
-    def _moved(self, unit: set[Node], window: Window) -> list[Node]:
-        """The order with `unit` right before the wait."""
-        rest = [node for node in self.order if node not in unit]
-        end = rest.index(window.wait)
-        return [*rest[:end], *(node for node in self.order if node in unit), *rest[end:]]
+    def _is_barred(self, call: Node, wait: Node) -> bool:
+        """Whether something that stays in between needs `call`, or the other way round."""
+        end = self.place[wait]
+        if self.place[call] > end:
+            return call in self.last_needed and self.place[self.last_needed[call]] >= end
+        return call in self.first_user and self.place[self.first_user[call]] <= end
 
     def exposed(self, order: Iterable[Node]) -> dict[Node, float]:
         """Seconds that nothing hides, under the wait, or the exchange that is whole; exchanges run
@@ -270,13 +283,13 @@ class Schedule:
         now = exchange_end = 0.0
         ends: dict[Node, float] = {}
         waited: dict[Node, float] = {}
-        for node in order:
+        for node in filter(self.timed.__contains__, order):
             if node in self.lengths:
                 exchange_end = ends[node] = max(now, exchange_end) + self.lengths[node]
-            elif is_call(node, *WAITS):
+            elif node in self.waits:
                 waited[node] = max(ends.get(node.all_input_nodes[0], now) - now, 0.0)
                 now += waited[node]
-            elif is_call(node, *EXCHANGES):
+            elif node in self.whole:
                 exchange_end = max(now, exchange_end) + self.seconds[node]
                 waited[node], now = exchange_end - now, exchange_end
             else:
@@ -305,6 +318,13 @@ class Schedule:
         reorder(self.order)
 
 
+def _moved(order: list[Node], unit: set[Node], wait: Node) -> list[Node]:
+    """The order with `unit` right before the wait."""
+    rest = [node for node in order if node not in unit]
+    end = rest.index(wait)
+    return [*rest[:end], *(node for node in order if node in unit), *rest[end:]]
+
+
 def _improves(
     after: dict[Node, float], before: dict[Node, float], wait: Node, from_later: bool
 ) -> bool:
@@ -314,6 +334,32 @@ def _improves(
     slack = _ROUNDING if from_later else -_ROUNDING
     is_less = after[wait] < before[wait] - _ROUNDING
     return is_less and sum(after.values()) < sum(before.values()) + slack
+
+
+def _barriers(
+    order: Sequence[Node], staying: set[Node]
+) -> tuple[dict[Node, Node], dict[Node, Node]]:
+    """Of what stays, whose order is always the same: the last that a node needs, and the first that
+    needs it, if any.
+    """
+    place = {node: number for number, node in enumerate(order)}.__getitem__
+    last_needed: dict[Node, Node] = {}
+    first_user: dict[Node, Node] = {}
+    for node in order:
+        if found := list(_stayed(node.all_input_nodes, staying, last_needed)):
+            last_needed[node] = max(found, key=place)
+    for node in reversed(order):
+        if found := list(_stayed(node.users, staying, first_user)):
+            first_user[node] = min(found, key=place)
+    return last_needed, first_user
+
+
+def _stayed(nodes: Iterable[Node], staying: set[Node], known: dict[Node, Node]) -> Iterator[Node]:
+    for node in nodes:
+        if node in staying:
+            yield node
+        elif node in known:
+            yield known[node]
 
 
 def _compute_seconds(node: Node, costs: CostModel) -> float:

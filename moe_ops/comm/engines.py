@@ -8,6 +8,7 @@ import datetime
 import logging
 import math
 import os
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from .groups import backend_of, group_name_of, group_rank, resolve
 _log = logging.getLogger(__name__)
 
 _OVER_NCCL = {"nvlink": nvlink, "deep_ep": deep_ep}  # engine -> its module; for groups of NCCL
+
+_warned: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # names are used again
 
 
 def available_engines() -> dict[str, str]:
@@ -65,7 +68,7 @@ def setup(
         engine: "auto", or a name from `available_engines()`. MOE_OPS_ENGINE, unless empty, replaces
             "auto", which takes `nvlink` for a group of NCCL whose ranks, at most 8, are Hopper GPUs
             of one host with at least 128 multiprocessors, one a rank, and native kernels, for bf16,
-            fp16 or float32; else the backend; never `deep_ep`.
+            fp16 or float32; else the backend (one host: rank 0 warns once); never `deep_ep`.
         max_tokens: most tokens that a rank brings to an exchange; more are an error on `nvlink`.
         hidden_size, dtype: of the longest rows; longer ones go over NCCL.
         num_sms: most multiprocessors, up to 64; `deep_ep`: even; None: 14, or DeepEP's own number.
@@ -153,5 +156,16 @@ def _choose(name: str, wanted: str, backend: str, dtype: torch.dtype) -> str:
     if wanted != "auto":
         raise ValueError(f"setup: engine {wanted!r} cannot carry group {name!r}: {why}")
     if group_rank(name) == 0:
-        _log.info("group %r: falls back from %s to %s: %s", name, best, backend, why)
+        _log.log(
+            _level(name, why), "group %r: falls back from %s to %s: %s", name, best, backend, why
+        )
     return backend
+
+
+def _level(name: str, why: str) -> int:
+    """A warning, once per group, unless its ranks are on several hosts, where that is expected."""
+    group = resolve(name)
+    if group in _warned or "hosts" in why:
+        return logging.INFO
+    _warned.add(group)
+    return logging.WARNING

@@ -85,15 +85,36 @@ def test_setup_refuses_what_no_workspace_holds(name: str, value: int, text: str)
         comm.setup(None, **{**SETUP, name: value})
 
 
-def test_auto_falls_back_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+class _Group:
+    """Stands for a group of NCCL."""
+
+
+@pytest.mark.parametrize(
+    ("second", "reason", "first_level"),
+    [
+        (FINE, "two ranks share a GPU", logging.WARNING),
+        (FINE._replace(host="b"), "its ranks are on 2 hosts", logging.INFO),
+    ],
+    ids=["one host", "two hosts"],
+)
+def test_auto_falls_back_with_one_warning(
+    second: nvlink._Told, reason: str, first_level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    (obstacle, _) = run_on_ranks(2, _obstacle, [FINE, second], torch.bfloat16)
+    assert obstacle == reason
+    first, other = _Group(), _Group()
     with (
-        mock.patch.object(nvlink, "obstacle", return_value="its ranks are on 2 hosts"),
+        mock.patch.object(nvlink, "obstacle", return_value=obstacle),
         mock.patch.object(engines, "group_rank", return_value=0),
+        mock.patch.object(engines, "resolve", side_effect=(first, first, other)),
         caplog.at_level(logging.INFO, "moe_ops.comm"),
     ):
-        assert engines._choose("some", "auto", "nccl", torch.bfloat16) == "nccl"
-    (line,) = caplog.messages
-    assert "falls back from nvlink to nccl: its ranks are on 2 hosts" in line
+        for _ in range(3):
+            assert engines._choose("some", "auto", "nccl", torch.bfloat16) == "nccl"
+    assert [record.levelno for record in caplog.records] == [first_level, logging.INFO, first_level]
+    assert {record.message for record in caplog.records} == {
+        f"group 'some': falls back from nvlink to nccl: {reason}"
+    }
 
 
 def test_a_backend_asked_for_by_name_is_taken() -> None:

@@ -18,7 +18,7 @@ import fx_passes
 import moe_ops
 from fx_passes import cost_model, devices
 from fx_passes.devices import Figures, calibrate, figures_of
-from tests.ranks import run_on_ranks
+from tests.ranks import expect_error_on_ranks, run_on_ranks
 
 from .captured import fake_ranks
 from .compiled import POST_GRAD
@@ -100,7 +100,7 @@ def _calibrate_on_ranks(rank: int, path: str) -> dict[str, Any]:
 
 @pytest.mark.dist
 def test_calibrate_on_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "devices.json"
+    path = tmp_path / "devices.json"
     first, second = run_on_ranks(2, _calibrate_on_ranks, str(path))
     assert first == second, "all ranks order their exchanges alike"
     assert json.loads(path.read_text()) == {"cpu": first}
@@ -169,6 +169,50 @@ def test_calibrate_refuses_messages_too_small_to_tell(
     monkeypatch.setattr(devices, "_progress", None)
     with fake_ranks(2) as group, pytest.raises(ValueError, match="got 1023 tokens of 8192 bytes"):
         calibrate(tmp_path / "devices.json", group)
+
+
+def _calibrate_unmeasured(rank: int, paths: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "_progress", None)
+        calibrate(paths[rank], dist.group.WORLD)
+
+
+@pytest.mark.dist
+def test_calibrate_refuses_on_every_rank_what_one_cannot_write(tmp_path: Path) -> None:
+    paths = [str(tmp_path / "devices.json"), str(tmp_path / "missing" / "devices.json")]
+    for kind, text in expect_error_on_ranks(2, _calibrate_unmeasured, paths):
+        assert kind == "ValueError"
+        assert "path must be a file in a folder that can be written, got " in text
+        assert paths[1] in text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [".", "missing/devices.json"])
+def test_calibrate_refuses_paths(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_progress", None)
+    with pytest.raises(ValueError, match="calibrate: path must be a file in a folder that can be"):
+        calibrate(tmp_path / name)
+
+
+def test_calibrate_refuses_what_is_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_progress", None)
+    with pytest.raises(TypeError, match=r"calibrate: group must be .* or None, got 'ranks'"):
+        calibrate(tmp_path / "devices.json", "ranks")
+
+
+def test_calibrate_makes_the_folder_of_the_users_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_OPS_TIMINGS", str(tmp_path / "new" / "timings.json"))
+    monkeypatch.setattr(devices, "_progress", lambda steps, shown: [])
+    row = calibrate()
+    assert json.loads((tmp_path / "new" / "devices.json").read_text()) == {
+        devices.device_name(): row
+    }
 
 
 @pytest.mark.gpu

@@ -169,6 +169,28 @@ def test_rejects_what_does_not_compile_as_a_whole() -> None:
         explain(broken, torch.ones(2))
 
 
+class _Refusing(torch.nn.Module):
+    def forward(self, x):
+        if len(x) != 3:
+            raise KeyError(f"x must have 3 rows, got {len(x)}")
+        return x @ torch.ones(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "error"),
+    [
+        (make_layer(), torch.ones(4, 6), "ValueError: MoE: x must have shape .* got \\(4, 6\\)"),
+        (_Refusing(), torch.ones(2, 3), "KeyError: 'x must have 3 rows, got 2'"),
+        (_Refusing(), torch.ones(3, 2), "RuntimeError: .*2"),
+    ],
+    ids=["layer", "error", "shapes"],
+)
+def test_tells_the_errors_of_the_model(model: Any, x: torch.Tensor, error: str) -> None:
+    with pytest.raises(RuntimeError, match=f"explain: model must run on .* got {error}") as raised:
+        explain(model, x)
+    assert type(raised.value.__cause__).__name__ == error.partition(":")[0]
+
+
 def test_rejects_unknown_settings_and_measuring_without_a_gpu() -> None:
     with pytest.raises(ValueError, match="settings must be among"):
         explain(torch.nn.Identity(), torch.ones(2), fuse_all=True)
@@ -217,3 +239,4 @@ def test_measures_on_gpu() -> None:
 
 def test_is_exported() -> None:
     assert fx_passes.explain is explain
+    assert fx_passes.Report is Report
