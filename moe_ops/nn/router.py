@@ -324,6 +324,7 @@ def in_backward() -> bool:
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    if device_type == "meta":
+    # NOTE: not where it is off anyway: AOTAutograd's cache takes no graph that changes it.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -215,3 +216,13 @@ def _same_bits(rank: int, config: MoEConfig) -> None:
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_moe_gives_the_same_bits_twice(dispatcher: str) -> None:
     run_on_ranks(2, _same_bits, make_config(BALANCED, dispatcher=dispatcher))
+
+
+def test_moe_graph_leaves_autocast_alone_where_it_is_off() -> None:
+    """AOTAutograd's cache takes no other."""
+    found = EagerAndRecordGraphs()
+    torch._dynamo.reset()
+    layer = make_layer(make_config(), None, torch.float32)
+    torch.compile(layer, fullgraph=True, backend=found)(torch.randn(5, 8))
+    (module,) = found.graphs
+    assert not [node for node in module.graph.nodes if "autocast" in str(node.target)]
