@@ -182,8 +182,8 @@ def _reference(
         out, lse = (block, block_lse) if step == 0 else _merge(out, lse, block, block_lse, first)
         if not ring.is_last(step):
             buf = ring.wait(started, buf)
-    # NOTE: a new tensor. torch 2.11 returns each step's from `_Traced`, too, not differentiable, and
-    # where one is the same as `out` (a cast that changes nothing) gradients were 0.
+    # NOTE: a new tensor. torch 2.11 returns each step's from `_Traced`, too, not differentiable:
+    # where one was the same as `out` (a cast that changes nothing), gradients were 0.
     return out.contiguous().to(q.dtype, copy=True), lse.contiguous()
 
 
