@@ -134,7 +134,7 @@ def _bench_with_fake(rank: int, lost_rows: int) -> list[tuple[str, str, str, boo
 def test_deep_ep_is_called_as_it_expects() -> None:
     rows, _ = run_on_ranks(2, _bench_with_fake, 0)
     found = [(op, failure, timed) for op, name, failure, timed in rows if name == "DeepEP"]
-    ours_alone = ("exchange_plan", "dispatch, fp8", "combine, rows elsewhere")
+    ours_alone = ("exchange_plan", "dispatch, fp8", "combine, addend", "combine, rows elsewhere")
     assert found == [(op, "", True) for op in OPS if op not in ours_alone]
 
 
