@@ -24,7 +24,6 @@ from .router import Router, in_backward
 
 
 def _check_group(config: MoEConfig, group: Any, num_ranks: int) -> None:
-    checks.experts("MoE", config.num_experts, num_ranks)
     if config.router.pad_to_capacity and num_ranks > 1 and config.max_tokens == 0:
         raise ValueError(
             "MoE: max_tokens must be positive with router.pad_to_capacity on several ranks, got 0"
@@ -88,7 +87,8 @@ class MoE(nn.Module):
         self.config = config
         groups = ExpertGroups.of(group)
         self.group_name = groups.both
-        _check_group(config, group, comm.group_size(groups.ep, "MoE"))
+        checks.experts("MoE", config.num_experts, comm.group_size(groups.ep, "MoE"))
+        _check_group(config, group, comm.group_size(groups.both))
         if comm.group_size(groups.both) > 1 and config.size_mode == "exact":
             torch._dynamo.config.capture_dynamic_output_shape_ops = True
         self.router = Router(

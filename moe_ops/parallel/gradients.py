@@ -23,22 +23,23 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
+from .. import layout
 from ..nn.experts import Experts
 from .parallel_layout import ParallelMeshes
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """Dense parameters, then experts, for an optimizer, which takes no two meshes in one group."""
-    experts = _experts(module)
-    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    """By mesh, plain tensors by themselves: an optimizer takes no two meshes in one group."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in module.parameters():
-        groups[parameter in experts].append(parameter)
-    return [{"params": group} for group in groups if group]
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": group} for group in groups.values()]
 
 
 @torch.no_grad()
 def reduce_gradients(module: nn.Module, meshes: ParallelMeshes, *, dense: bool = True) -> None:
-    """Make every gradient that of the mean loss, in place. Collective over a pipeline stage.
+    """Make every gradient that of the mean loss, in place, once a step, after its last backward.
+    Collective over a pipeline stage.
 
     Not for what `fully_shard` wraps. A parameter without a gradient gets one of zeros.
 
@@ -85,13 +86,16 @@ def clip_grad_norm_(
         spread.setdefault(_groups_that_spread(grad), []).append(_local(grad))
     total = torch.zeros((), device=meshes.stage.device_type)
     for groups, parts in spread.items():
-        square = get_total_norm(parts).square()
+        norm = get_total_norm(parts)
+        square = norm.to(layout.accumulate_dtype(norm.dtype)).square()
         for group in groups:
             dist.all_reduce(square, group=group)
         total = total + square
     dist.all_reduce(total, group=meshes.attention["pp"].get_group())
     norm = total.sqrt()
-    torch._foreach_mul_([_local(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1))
+    if grads:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1)
+        torch._foreach_mul_([_local(grad) for grad in grads], scale)
     return norm
 
 
@@ -140,7 +144,8 @@ def _groups_that_spread(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
-    return tuple(mesh.get_group(i) for i, p in enumerate(tensor.placements) if p.is_shard())
+    # NOTE: not is_shard(), which is false for what `fully_shard` spreads beside another axis.
+    return tuple(mesh.get_group(i) for i, p in enumerate(tensor.placements) if not p.is_replicate())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -247,6 +247,7 @@ def test_auto_never_takes_it(obstacle: str | None, chosen: str) -> None:
         mock.patch.object(deep_ep, "obstacle", side_effect=AssertionError),
         mock.patch.object(nvlink, "obstacle", return_value=obstacle),
         mock.patch.object(engines, "group_rank", return_value=0),
+        mock.patch.object(engines, "resolve", return_value=mock.Mock()),
     ):
         assert engines._choose("some", "auto", "nccl", torch.bfloat16) == chosen
 
