@@ -166,7 +166,9 @@ class Bench:
                 row.kernel = candidate.detail
                 _, row.failure = self.ranks.attempt(functools.partial(candidate.check, op))
                 if not row.failure:
-                    samplers[candidate.name] = functools.partial(self.sample, run)
+                    samplers[candidate.name] = functools.partial(
+                        self.ranks.sample, run, self.args.repeats
+                    )
             samples, failures = self.ranks.interleave(samplers)
             for name in samplers:
                 rows[name].failure = failures.get(name, "")
@@ -182,22 +184,6 @@ class Bench:
             bytes_per_s = ways * self.work.off_rank_bytes / (timing.us * 1e-6)
             row.rate, row.unit = bytes_per_s * 1e-9, "GB/s"
             row.roofline = bytes_per_s / LINK_BYTES_PER_S
-
-    def sample(self, run: Callable[[], Tensors]) -> list[float]:
-        """Microseconds a call, of calls back to back."""
-        self.ranks.align()
-        if not self.ranks.on_gpu:
-            begin = time.perf_counter()
-            for _ in range(self.args.repeats):
-                run()
-            return [1e6 * (time.perf_counter() - begin) / self.args.repeats]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(self.args.repeats):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        return [1e3 * start.elapsed_time(end) / self.args.repeats]
 
     def beside(self, candidates: Sequence[Candidate]) -> None:
         """Matmuls alone and beside the exchanges of each candidate, and those alone."""

@@ -286,7 +286,10 @@ class Bench:
 
     def measure(self) -> list[Row]:
         """Times of all variants, interleaved, then what each leaves exposed."""
-        samplers = {name: functools.partial(self.sample, step) for name, step in self.steps.items()}
+        samplers = {
+            name: functools.partial(self.ranks.sample, step, self.args.repeats)
+            for name, step in self.steps.items()
+        }
         self.ranks.attempt(self.heat)  # what fails here fails below
         samples, failures = self.ranks.interleave(samplers)
         experts = NUM_LAYERS if self.kind == "stack" else 1
@@ -302,23 +305,6 @@ class Bench:
                 self.rows[name].extra |= found or {"exposed failed": failure}
         compare(list(self.rows.values()), {name for name in self.rows if "stock" not in name})
         return list(self.rows.values())
-
-    def sample(self, step: Step | Replay) -> list[float]:
-        """Microseconds a step, of steps back to back."""
-        self.ranks.align()
-        repeats = self.args.repeats
-        if not self.ranks.on_gpu:
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                step()
-            return [1e6 * (time.perf_counter() - begin) / repeats]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            step()
-        end.record()
-        torch.cuda.synchronize()
-        return [1e3 * start.elapsed_time(end) / repeats]
 
     def heat(self) -> None:
         for _ in range(self.args.heat):

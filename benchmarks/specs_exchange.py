@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -60,6 +61,22 @@ class Ranks:
 
     def align(self) -> None:
         dist.barrier(self.group, device_ids=[torch.cuda.current_device()] if self.on_gpu else None)
+
+    def sample(self, run: Callable[[], object], repeats: int) -> list[float]:
+        """Microseconds a call, of `repeats` calls back to back."""
+        self.align()
+        if not self.on_gpu:
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            return [1e6 * (time.perf_counter() - begin) / repeats]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return [1e3 * start.elapsed_time(end) / repeats]
 
     def most(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over the ranks."""

@@ -90,7 +90,7 @@ class CostModel:
         return hash(repr(self))
 
     def seconds(self, node: Node) -> float:
-        """Device time of a call; of a dispatch, a combine or the start of one, until it is over."""
+        """Device time of a call; of an exchange, a shift or the start of one, until it is over."""
         if _is_free(node):
             return 0.0
         if is_call(node, *_PLANS):
@@ -125,7 +125,7 @@ class CostModel:
         row_bytes = rows.meta["val"].shape[1] * rows.meta["val"].dtype.itemsize
         sent_bytes = copies * (_on_wire(node, row_bytes) + gate_bytes)
         return self._between_ranks(
-            _Traffic(plan.num_ranks, sent_bytes, 2 * copies * (row_bytes + gate_bytes)),
+            _even(plan.num_ranks, sent_bytes, 2 * copies * (row_bytes + gate_bytes)),
             self.figures.exchange_s,
             self.figures.exchange_bytes_per_s,
         )
@@ -134,24 +134,24 @@ class CostModel:
         read, written = _num_read(node, sizes), self.num_bytes(node)
         times = 2 if name_of(node).startswith("all_reduce") else 1
         return self._between_ranks(
-            _Traffic(_num_ranks(node), times * max(read, written), read + written),
+            _even(_num_ranks(node), times * max(read, written), read + written),
             self.figures.collective_s,
             self.figures.collective_bytes_per_s,
         )
 
     def _shift(self, node: Node, sizes: ExpectedSizes) -> float:
-        """All of the buffer leaves for one rank."""
+        """All of the buffer leaves for one rank, if there is another."""
         num_bytes, num_ranks = sizes.num_bytes(arguments(node)[0].meta["val"]), _num_ranks(node)
         return self._between_ranks(
-            _Traffic(num_ranks, num_bytes / (1 - 1 / max(num_ranks, 2)), 2 * num_bytes),
+            _Traffic(num_ranks, num_bytes if num_ranks > 1 else 0, 2 * num_bytes),
             self.figures.collective_s,
             self.figures.collective_bytes_per_s,
         )
 
     def _between_ranks(self, traffic: _Traffic, latency_s: float, bytes_per_s: float) -> float:
         latency_s = latency_s if traffic.num_ranks > 1 else self.figures.launch_s
-        off_rank_bytes = traffic.sent_bytes * (1 - 1 / traffic.num_ranks)
-        return latency_s + max(off_rank_bytes / bytes_per_s, self._in_memory(traffic.moved_bytes))
+        on_link_s = traffic.off_rank_bytes / bytes_per_s
+        return latency_s + max(on_link_s, self._in_memory(traffic.moved_bytes))
 
     def _in_memory(self, num_bytes: float) -> float:
         return num_bytes / self.figures.memory_bytes_per_s
@@ -195,13 +195,16 @@ def cost_model(device: str | None = None, expected_rows: int | None = None) -> C
 
 @dataclasses.dataclass(frozen=True)
 class _Traffic:
-    """Of `sent_bytes` each of `num_ranks` gets an equal share, this one too; `moved_bytes` are read
-    or written here.
-    """
+    """`off_rank_bytes` leave for others of `num_ranks`; `moved_bytes` are read or written here."""
 
     num_ranks: float
-    sent_bytes: float
+    off_rank_bytes: float
     moved_bytes: float
+
+
+def _even(num_ranks: float, sent_bytes: float, moved_bytes: float) -> _Traffic:
+    """Each rank gets an equal share of what is sent, this one too."""
+    return _Traffic(num_ranks, sent_bytes * (1 - 1 / num_ranks), moved_bytes)
 
 
 def _is_free(node: Node) -> bool:

@@ -88,7 +88,6 @@ def overlap_shared_experts_pass(
     bounds, costs = bounds or OverlapSharedExperts(), costs or cost_model()
     if sums := find_sums(graph):
         schedule = Schedule(graph, costs)
-        exposed = schedule.exposed(schedule.order)
-        sums = [match for match in sums if 1e6 * exposed[match.wait] >= bounds.min_us]
+        sums = [match for match in sums if 1e6 * schedule.waited[match.wait] >= bounds.min_us]
         rewrite_matches(_NAME, graph, sums, why_not, rewrite)
     return fill_windows(_NAME, graph, find_calls_to_overlap(graph), costs, bounds)

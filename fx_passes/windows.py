@@ -283,7 +283,7 @@ class Schedule:
         now = exchange_end = 0.0
         ends: dict[Node, float] = {}
         waited: dict[Node, float] = {}
-        for node in filter(self.timed.__contains__, order):
+        for node in order:
             if node in self.lengths:
                 exchange_end = ends[node] = max(now, exchange_end) + self.lengths[node]
             elif node in self.waits:

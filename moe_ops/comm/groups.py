@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def group_name_of(group: dist.ProcessGroup | str | None) -> str:
@@ -27,6 +28,17 @@ def group_name_of(group: dist.ProcessGroup | str | None) -> str:
         f"group: must be a ProcessGroup of which this rank is a member, a group name or None, "
         f"got {group!r}"
     )
+
+
+def flatten(mesh: DeviceMesh, *names: str) -> DeviceMesh:
+    """One axis of those of a mesh's that are named, in the mesh's order; makes a group if they are
+    several. Collective then.
+    """
+    part = mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis in names)]
+    held = part.mesh_dim_names or ()
+    if part.ndim == 1:
+        return part
+    return part._flatten("_".join(name for name in names if name in held))
 
 
 def resolve(group_name: str, op: str = "comm") -> dist.ProcessGroup:

@@ -71,25 +71,23 @@ class FlexDispatcher(TokenDispatcher):
             row_capacity=self.row_capacity,
             wire=self.config.wire,
         )
+        ids_DK, parts = plan.ids_DK, None
+        if self.groups.etp:
+            parts = Gathered(copies_DH, self.groups.etp, self.copy_capacity)
+            copies_DH, weights_DK = parts.gather(copies_DH), parts.gather(weights_DK)
+            ids_DK = parts.gather_ids(ids_DK)
         overflow_2 = None if self.copy_capacity is None else plan.overflow_2.long()
-
-        parts = None
+        if parts is None and expert_capacity is None:
+            rows = Rows(plan.slot_of_row_C, plan.row_of_slot_DK, plan.offsets_L)
+        else:
+            rows = self._sort(ids_DK, expert_capacity)
+            if overflow_2 is not None or expert_capacity is not None:
+                overflow_2 = rows.overflow_2(ids_DK, plan.overflow_2[0])
 
         def way_back(z_DH: torch.Tensor, addend_TH: torch.Tensor | None) -> torch.Tensor:
             z_DH = z_DH if parts is None else parts.sum(z_DH)
             return combine(z_DH, plan, group=self.group_name, addend_TH=addend_TH)[0]
 
-        if expert_capacity is None and not self.groups.etp:
-            rows = Rows(plan.slot_of_row_C, plan.row_of_slot_DK, plan.offsets_L)
-            return self._dispatched(copies_DH, weights_DK, rows, overflow_2, way_back)
-        ids_DK = plan.ids_DK
-        if self.groups.etp:
-            parts = Gathered(copies_DH, self.groups.etp, self.copy_capacity)
-            copies_DH, weights_DK = parts.gather(copies_DH), parts.gather(weights_DK)
-            ids_DK = parts.gather_ids(ids_DK)
-        rows = self._sort(ids_DK, expert_capacity)
-        if overflow_2 is not None or expert_capacity is not None:
-            overflow_2 = rows.overflow_2(ids_DK, plan.overflow_2[0])
         return self._dispatched(copies_DH, weights_DK, rows, overflow_2, way_back)
 
 

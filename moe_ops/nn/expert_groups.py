@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import comm
+from ..comm.groups import flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +45,15 @@ class ExpertGroups:
         if "ep" not in axes:
             raise ValueError(f"group: a mesh must have an axis 'ep', got axes {axes}")
 
-        def over(*names: str) -> DeviceMesh:
-            return group[tuple(axis for axis in axes if axis in names)]
+        def name_of(*names: str) -> str:
+            return comm.group_name_of(flatten(group, *names).get_group())
 
-        def name_of(mesh: DeviceMesh) -> str:
-            flat = mesh if mesh.ndim == 1 else mesh._flatten("_".join(mesh.mesh_dim_names or ()))
-            return comm.group_name_of(flat.get_group())
-
-        ep, both, balanced = (
-            name_of(over(*names)) for names in (("ep",), ("ep", "etp"), ("edp", "ep", "etp"))
-        )
+        ep, both = name_of("ep"), name_of("ep", "etp")
+        balanced = name_of("edp", "ep", "etp")
         num_parts = group.size(axes.index("etp")) if "etp" in axes else 1
-        etp = name_of(over("etp")) if num_parts > 1 else ""
-        return ExpertGroups(ep, etp, both, balanced, num_parts, over("ep", "etp"))
+        etp = name_of("etp") if num_parts > 1 else ""
+        mesh = group[tuple(axis for axis in axes if axis in ("ep", "etp"))]
+        return ExpertGroups(ep, etp, both, balanced, num_parts, mesh)
 
     def part_of(self, whole: torch.Tensor, dim: int | None) -> torch.Tensor:
         """This rank's part of an expert's tensor, spread in dimension `dim`, if in any."""

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm.groups import flatten
+
 ORDER = "tp-cp-ep-dp-pp"
 _OF_EXPERTS = {"tp": "etp", "dp": "edp"}
 
@@ -160,9 +162,9 @@ class ParallelLayout:
         return ParallelMeshes(
             attention,
             experts,
-            dp_cp=_flat(attention, "dp", "cp"),
-            stage=_flat(attention, "dp", "cp", "tp"),
-            ep_etp=_flat(experts, "ep", "etp"),
+            dp_cp=flatten(attention, "dp", "cp"),
+            stage=flatten(attention, "dp", "cp", "tp"),
+            ep_etp=flatten(experts, "ep", "etp"),
         )
 
     def rows(self) -> Iterator[str]:
@@ -192,10 +194,3 @@ def _groups(axes: dict[str, int], names: tuple[str, ...]) -> list[list[int]]:
 
 def _mesh(device_type: str, axes: dict[str, int]) -> DeviceMesh:
     return DeviceMesh(device_type, _grid(axes), mesh_dim_names=tuple(reversed(axes)))
-
-
-def _flat(mesh: DeviceMesh, *names: str) -> DeviceMesh:
-    assert mesh.mesh_dim_names is not None
-    return mesh[tuple(name for name in mesh.mesh_dim_names if name in names)]._flatten(
-        "_".join(names)
-    )
