@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -179,22 +178,9 @@ class Bench:
         return list(self.rows.values())
 
     def sample(self, make: Callable[[], AbstractContextManager[Step]]) -> list[float]:
-        """Microseconds a step, of steps back to back."""
-        repeats = self.args.repeats
+        """Microseconds a step."""
         with make() as step:
-            self.ranks.align()
-            if not self.ranks.on_gpu:
-                begin = time.perf_counter()
-                for _ in range(repeats):
-                    step()
-                return [1e6 * (time.perf_counter() - begin) / repeats]
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(repeats):
-                step()
-            end.record()
-            torch.cuda.synchronize()
-        return [1e3 * start.elapsed_time(end) / repeats]
+            return self.ranks.sample(step, self.args.repeats)
 
 
 def bench(ranks: Ranks, args: argparse.Namespace) -> list[Row]:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -107,6 +110,32 @@ def check_compiled(
             assert_equal(f"result {index}", found, wanted)
         else:
             assert_close(f"result {index}", found, wanted)
+
+
+def partitioned(function: Callable[..., Any], *inputs: torch.Tensor) -> list[GraphModule]:
+    """Forward and backward of function(*inputs)[0], as Inductor partitions them."""
+    found: list[GraphModule] = []
+
+    def keep(module: GraphModule, inputs: Any) -> GraphModule:
+        found.append(module)
+        return module
+
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
+    leaves = [value.requires_grad_() for value in inputs]
+    # Products, so that the leaves are no inputs that are kept for free.
+    compiled = torch.compile(
+        lambda *x: function(*(value * 2 for value in x))[0], fullgraph=True, backend=backend
+    )
+    compiled(*leaves).sum().backward()
+    return found
+
+
+def num_saved(forward: GraphModule) -> int:
+    """Floating elements that a partitioned forward of one output keeps for backward, but masks."""
+    saved = [node.meta["val"] for node in forward.graph.output_node().args[0][1:]]
+    return sum(x.numel() for x in saved if x.is_floating_point() and x.dim() != 2)
 
 
 def check_rejects(

@@ -6,8 +6,6 @@ import functools
 
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
 import moe_ops
@@ -23,7 +21,9 @@ from .checks import (
     check_rejects,
     group,
     make_grad,
+    num_saved,
     on_ranks,
+    partitioned,
     values,
     world,
 )
@@ -32,6 +32,7 @@ SIZE, HEADS, HEAD_SIZE = 16, 4, 8
 NAMES = ("out", "lse", "grad of q", "grad of k", "grad of v")
 all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 4])
 all_causal = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+all_methods = pytest.mark.parametrize("method", ["ring", "all_gather", "heads"])
 
 
 def whole(kv_heads: int = 2, dtype: torch.dtype = torch.float32, scale: float = 1, size=SIZE):
@@ -58,11 +59,11 @@ def expected(tensors, causal: bool) -> list[torch.Tensor]:
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def _attend(rank: int, num_ranks: int, tensors, causal: bool):
+def _attend(rank: int, num_ranks: int, tensors, causal: bool, method: str):
     """By NAMES, of this rank's part."""
     where = group(num_ranks)
     *leaves, grad = (moe_ops.cp_split(x, 2, group=where).requires_grad_() for x in tensors)
-    out, lse = moe_ops.cp_attention(*leaves, causal=causal, group=where)
+    out, lse = moe_ops.cp_attention(*leaves, causal=causal, method=method, group=where)
     assert not lse.requires_grad
     grads = torch.autograd.grad(out, leaves, grad)
     assert in_flight.num_in_flight() == 0
@@ -78,8 +79,8 @@ def joined(results: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     ]
 
 
-def check(num_ranks: int, tensors, causal: bool) -> None:
-    found = joined(on_ranks(num_ranks, _attend, tensors, causal))
+def check(num_ranks: int, tensors, causal: bool, method: str) -> None:
+    found = joined(on_ranks(num_ranks, _attend, tensors, causal, method))
     for name, actual, wanted in zip(NAMES, found, expected(tensors, causal)):
         assert_close(name, actual, wanted)
 
@@ -87,43 +88,47 @@ def check(num_ranks: int, tensors, causal: bool) -> None:
 @pytest.mark.dist
 @all_ranks
 @all_causal
+@all_methods
 @pytest.mark.parametrize("kv_heads", [1, 2, HEADS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_cp_attention_matches_reference(num_ranks, causal, kv_heads, dtype) -> None:
+def test_cp_attention_matches_reference(num_ranks, causal, method, kv_heads, dtype) -> None:
     """Gradients of q, k, v, too."""
-    check(num_ranks, whole(kv_heads, dtype), causal)
+    check(num_ranks, whole(kv_heads, dtype), causal, method)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @all_causal
-def test_cp_attention_handles_large_gaps(num_ranks: int, causal: bool) -> None:
+@all_methods
+def test_cp_attention_handles_large_gaps(num_ranks: int, causal: bool, method: str) -> None:
     """Log-sum-exps of two steps more than 88 apart: exp of the gap is no float32."""
     tensors = whole(scale=300, dtype=torch.float64)
     one, other = (oracle(tensors[0], k, k, False)[1] for k in tensors[1].chunk(2, 2))
     assert (one - other).max() > 88 and (one - other).min() < -88
-    check(num_ranks, tensors, causal)
-    out, lse, *grads = joined(on_ranks(num_ranks, _attend, [x.float() for x in tensors], causal))
+    check(num_ranks, tensors, causal, method)
+    narrow = [x.float() for x in tensors]
+    out, lse, *grads = joined(on_ranks(num_ranks, _attend, narrow, causal, method))
     assert_close("lse", lse, expected(tensors, causal)[1])
     assert all(x.isfinite().all() for x in (out, *grads))
 
 
-def errors(num_ranks: int, causal: bool) -> list[float]:
+def errors(num_ranks: int, causal: bool, method: str) -> list[float]:
     tensors = whole(dtype=torch.bfloat16, size=64)
-    found = joined(on_ranks(num_ranks, _attend, tensors, causal))
+    found = joined(on_ranks(num_ranks, _attend, tensors, causal, method))
     pairs = zip(found, expected(tensors, causal))
     return [((x.double() - y).square().mean() / y.square().mean()).sqrt().item() for x, y in pairs]
 
 
 @pytest.mark.dist
 @all_causal
-def test_cp_attention_error_does_not_grow_with_ranks(causal: bool) -> None:
-    one, two, four = (errors(num_ranks, causal) for num_ranks in (1, 2, 4))
+@all_methods
+def test_cp_attention_error_does_not_grow_with_ranks(causal: bool, method: str) -> None:
+    one, two, four = (errors(num_ranks, causal, method) for num_ranks in (1, 2, 4))
     for name, *found in zip(NAMES, one, two, four):
         assert max(found) <= 1.5 * found[0] + 1e-6, f"{name}: {found}"
 
 
-def _layouts(rank: int, num_ranks: int, layout: str):
+def _layouts(rank: int, num_ranks: int, layout: str, method: str):
     *tensors, _ = whole()
     parts = [moe_ops.cp_split(x, 2, group=world()) for x in tensors]
     grad = make_grad(parts[0], layout)
@@ -133,7 +138,7 @@ def _layouts(rank: int, num_ranks: int, layout: str):
         ([x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts], grad),
     ):
         leaves = [x.detach().requires_grad_() for x in leaves]
-        out, lse = moe_ops.cp_attention(*leaves, group=world())
+        out, lse = moe_ops.cp_attention(*leaves, method=method, group=world())
         assert out.is_contiguous() and lse.is_contiguous()
         results.append([out, *torch.autograd.grad(out, leaves, given)])
     for name, plain, other in zip(("out", *NAMES[2:]), *results):
@@ -141,41 +146,47 @@ def _layouts(rank: int, num_ranks: int, layout: str):
 
 
 @pytest.mark.dist
+@all_methods
 @pytest.mark.parametrize("layout", GRAD_LAYOUTS)
-def test_cp_attention_grad_handles_layouts(layout: str) -> None:
+def test_cp_attention_grad_handles_layouts(layout: str, method: str) -> None:
     """q, k, v as [B, S, heads, D] in memory; gradients of stride 0, transposed, a slice."""
-    on_ranks(2, _layouts, layout)
+    on_ranks(2, _layouts, layout, method)
 
 
-def test_cp_attention_grad_matches_reference_twice() -> None:
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_cp_attention_grad_matches_reference_twice(method: str) -> None:
     def attend(*tensors):
-        return moe_ops.cp_attention(*tensors, group=None)[0]
+        return moe_ops.cp_attention(*tensors, method=method, group=None)[0]
 
     small = [x[:1, :2, :4, :3] for x in whole()[:3]]
     check_double_backward_raises("cp_attention", attend, *small)
 
 
-def _worked_example(rank: int):
+def _worked_example(rank: int, method: str):
     where = world()
     zero, v = (x.reshape(1, 1, 4, 1) for x in (torch.zeros(4), torch.arange(1.0, 5)))
+    zero, v = (x.expand(1, 2, 4, 1) for x in (zero, v))  # a head a rank
     zero, v = (moe_ops.cp_split(x, 2, group=where) for x in (zero, v))
-    return [x.flatten() for x in moe_ops.cp_attention(zero, zero, v, group=where)]
+    return [
+        x[0, 0].flatten() for x in moe_ops.cp_attention(zero, zero, v, method=method, group=where)
+    ]
 
 
 @pytest.mark.dist
-def test_cp_attention_worked_example() -> None:
-    rows = zip(run_on_ranks(2, _worked_example), ([1, 2.5, 1, 4], [1.5, 2, 2, 3]))
+@all_methods
+def test_cp_attention_worked_example(method: str) -> None:
+    rows = zip(run_on_ranks(2, _worked_example, method), ([1, 2.5, 1, 4], [1.5, 2, 2, 3]))
     for (out, lse), wanted in rows:
         found = torch.cat([out, lse.exp()])
         assert_close("out, exp(lse)", found, torch.tensor(wanted, dtype=torch.float64))
 
 
-def _compiled(rank: int, num_ranks: int, causal: bool, backend: str) -> None:
+def _compiled(rank: int, num_ranks: int, causal: bool, method: str, backend: str) -> None:
     where = group(num_ranks)
     *parts, _ = (moe_ops.cp_split(x, 2, group=where).requires_grad_() for x in whole())
 
     def attend(q, k, v):
-        out, lse = moe_ops.cp_attention(q * 2, k, v, causal=causal, group=where)
+        out, lse = moe_ops.cp_attention(q * 2, k, v, causal=causal, method=method, group=where)
         return out, lse.detach()
 
     check_compiled(attend, *parts, backend=backend, exact=backend != "inductor")
@@ -183,64 +194,66 @@ def _compiled(rank: int, num_ranks: int, causal: bool, backend: str) -> None:
 
 @pytest.mark.dist
 @all_causal
+@all_methods
 @pytest.mark.parametrize(("num_ranks", "backend"), [(4, "aot_eager"), (2, "inductor")])
-def test_cp_attention_compiles_fullgraph(num_ranks: int, causal: bool, backend: str) -> None:
-    on_ranks(num_ranks, _compiled, causal, backend)
+def test_cp_attention_compiles_fullgraph(num_ranks, causal, method, backend) -> None:
+    on_ranks(num_ranks, _compiled, causal, method, backend)
 
 
-def graphs(num_ranks: int, rank: int, causal: bool) -> list[GraphModule]:
+def graphs(
+    num_ranks: int, rank: int, causal: bool, method: str = "ring", heads=(HEADS, 2, 2)
+) -> list[GraphModule]:
     """Forward and backward of one rank, which alone exists, as Inductor partitions them."""
-    found: list[GraphModule] = []
-
-    def keep(module: GraphModule, inputs):
-        found.append(module)
-        return module
-
-    backend = aot_autograd(
-        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
-    )
+    attend = functools.partial(moe_ops.cp_attention, causal=causal, method=method)
     with fake_ranks(num_ranks, rank):
-        shapes = ((1, heads, 8, HEAD_SIZE) for heads in (HEADS, 2, 2))
-        leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
-        attend = functools.partial(moe_ops.cp_attention, causal=causal, group=world())
-        # Products, so that the leaves are no inputs that are kept for free.
-        compiled = torch.compile(
-            lambda q, k, v: attend(q * 2, k * 2, v * 2)[0], fullgraph=True, backend=backend
-        )
-        compiled(*leaves).sum().backward()
-    return found
+        leaves = (torch.randn(1, h, 8, HEAD_SIZE) for h in heads)
+        return partitioned(functools.partial(attend, group=world()), *leaves)
+
+
+WORDS = ("cp_shift", "cp_unsplit_backward", "cp_unsplit", "all_to_all", "flash")
 
 
 def ops_of(module: GraphModule) -> list[str]:
-    """Shifts and attentions, in order."""
+    """Exchanges and attentions, in order."""
     names = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
-    return [
-        "shift" if "cp_shift" in name else "attend"
-        for name in names
-        if "cp_shift" in name or "flash" in name
-    ]
+    found = [next((word for word in WORDS if word in name), "") for name in names]
+    return [word for word in found if word]
 
 
 @all_causal
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_cp_attention_saves_as_much_on_any_number_of_ranks(num_ranks: int, causal: bool) -> None:
-    """q, k, v, out, lse of this rank: nothing of what went around."""
+    """q, k, v, out, lse of this rank: nothing of what went around, or was gathered."""
+    wanted = 2 * (HEADS + 2) * 8 * HEAD_SIZE + HEADS * 8
     forward, backward = graphs(num_ranks, num_ranks // 2, causal)
-    saved = [node.meta["val"] for node in forward.graph.output_node().args[0][1:]]
-    assert sum(x.numel() for x in saved) == 2 * (HEADS + 2) * 8 * HEAD_SIZE + HEADS * 8
-    assert ops_of(forward) == [*["shift", "attend"] * (num_ranks - 1), "attend"]
-    assert ops_of(backward).count("shift") == 2 * (num_ranks - 1)
-    assert ops_of(backward).count("attend") == num_ranks
+    assert num_saved(forward) == wanted
+    assert ops_of(forward) == [*["cp_shift", "flash"] * (num_ranks - 1), "flash"]
+    assert ops_of(backward).count("cp_shift") == 2 * (num_ranks - 1)
+    assert ops_of(backward).count("flash") == num_ranks
+
+    forward, backward = graphs(num_ranks, num_ranks // 2, causal, "all_gather")
+    assert num_saved(forward) == wanted
+    seen = ["flash"] * (1 + causal * (1 if num_ranks == 2 else 2))  # rank 1 of 2 has none between
+    assert ops_of(forward) == ["cp_unsplit", *seen]
+    assert ops_of(backward) == ["cp_unsplit", *seen, "cp_unsplit_backward"]
+
+    forward, backward = graphs(num_ranks, num_ranks // 2, causal, "heads", (8, 8, 8))
+    assert num_saved(forward) == 4 * 8 * 8 * HEAD_SIZE + 8 * 8
+    assert ops_of(forward) == [*["all_to_all"] * 3, "flash", "all_to_all"]
+    assert ops_of(backward) == ["all_to_all", "flash", *["all_to_all"] * 3]
 
 
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
 @pytest.mark.parametrize("rank", range(4))
-def test_cp_attention_does_an_equal_share_at_every_step(rank: int) -> None:
-    forward, backward = graphs(4, rank, True)
+def test_cp_attention_does_an_equal_share(rank: int, method: str) -> None:
+    """At every step of the ring, or of the whole."""
+    forward, backward = graphs(4, rank, True, method)
     for module, at in ((forward, 0), (backward, 1)):
         calls = [node for node in module.graph.nodes if "flash" in str(node.target)]
         pairs = [[x.meta["val"].shape[2] for x in node.args[at : at + 2]] for node in calls]
-        # The diagonal does half of its 8 x 8.
-        assert [q * k for q, k in pairs] == [64, 32, 32, 32]
+        work = [q * k for q, k in pairs]
+        assert (work[0], sum(work)) == (64, 64 + 96)  # the diagonal does half of its 8 x 8
+        assert method == "all_gather" or work[1:] == [32, 32, 32]
 
 
 Q = torch.ones(1, 4, 2, 8)
@@ -259,6 +272,8 @@ GOOD = {"q": Q, "k": Q, "v": Q, "group": None}
         ({"q": Q[:, :3]}, ValueError, "q's heads must be a multiple of k's 4, got 3"),
         (dict.fromkeys("qkv", Q[:, :, :1]), ValueError, "q must have an even number .*, got 1"),
         (dict.fromkeys("qkv", Q[:, :, :0]), ValueError, "k must not be empty, got"),
+        ({"method": "p2p"}, ValueError, "method must be one of .*'heads'], got 'p2p'"),
+        ({"method": "heads", "k": Q[0]}, ValueError, "k must have 4 dimensions, got shape"),
     ],
 )
 def test_cp_attention_rejects_bad_input(changes, error, message: str) -> None:
@@ -271,7 +286,14 @@ def _one_rank_is_wrong(rank: int, wrong: dict) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "wrong", [{"causal": False}, {"scale": 2.0}, {"q": Q.half()}, {"q": torch.ones(1, 8, 2, 8)}]
+    "wrong",
+    [
+        {"causal": False},
+        {"scale": 2.0},
+        {"q": Q.half()},
+        {"q": torch.ones(1, 8, 2, 8)},
+        *({"method": method} for method in ("all_gather", "heads", "p2p")),
+    ],
 )
 def test_cp_attention_rejects_bad_input_on_every_rank(wrong: dict) -> None:
     for name, text in expect_error_on_ranks(2, _one_rank_is_wrong, wrong):
@@ -279,13 +301,26 @@ def test_cp_attention_rejects_bad_input_on_every_rank(wrong: dict) -> None:
         assert text.startswith("cp_attention: ")
 
 
-def _lse_alone(rank: int, num_ranks: int):
+def _odd_heads(rank: int) -> None:
+    q = Q[:, :3]
+    moe_ops.cp_attention(q, q, q, method="heads", group=world())
+
+
+@pytest.mark.dist
+def test_cp_attention_rejects_heads_that_do_not_divide() -> None:
+    for name, text in expect_error_on_ranks(2, _odd_heads):
+        assert name == "ValueError"
+        assert "q's heads must be a multiple of the group's 2 ranks, got 3" in text
+
+
+def _lse_alone(rank: int, num_ranks: int, method: str):
     q = Q.clone().requires_grad_()
-    out, lse = moe_ops.cp_attention(q, Q, Q, group=world())
+    out, lse = moe_ops.cp_attention(q, Q, Q, method=method, group=world())
     return torch.autograd.grad(out.sum() + lse.sum(), q)[0]
 
 
 @pytest.mark.dist
-def test_cp_attention_grad_stops_at_lse() -> None:
-    for grad in on_ranks(2, _lse_alone):
+@all_methods
+def test_cp_attention_grad_stops_at_lse(method: str) -> None:
+    for grad in on_ranks(2, _lse_alone, method):
         assert_equal("grad of q", grad.round(decimals=5).abs(), torch.zeros_like(Q))

@@ -159,6 +159,12 @@ REJECTED = [
 ]
 
 
+def test_cp_unsplit_rejects_what_it_waits_for_elsewhere() -> None:
+    changes = {"dep": torch.ones(1, device="meta")}
+    message = "dep must be on cpu like the other tensors, got meta"
+    check_rejects("cp_unsplit", moe_ops.cp_unsplit, GOOD, changes, ValueError, message)
+
+
 @pytest.mark.parametrize("op", ["cp_split", "cp_unsplit"])
 @pytest.mark.parametrize(("changes", "message"), REJECTED)
 def test_cp_split_rejects_bad_input(op: str, changes, message: str) -> None:
