@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "testing": {"root", "ops", *_PLAIN},
     "nn": _BUILT_ON_OPS,
     "parallel": _BUILT_ON_OPS,
+    "weights": _BUILT_ON_OPS,
     "export": _BUILT_ON_OPS,
     "integrations": _BUILT_ON_OPS,
     "extensions": set(),

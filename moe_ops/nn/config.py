@@ -45,6 +45,7 @@ class RouterConfig:
 
     `score`, `score_first`, `normalize`, `scale`, `num_groups`, `top_groups`, `group_score_top`: see
         `topk_route`.
+    `logit_bias`: logits have a bias, a parameter, that moves selection and weights alike (gpt-oss).
     `expert_bias`: a bias for selection alone, moved by `bias_update_rate` against the load at each
         `update_expert_bias` (arXiv:2408.15664).
     `balancing`: any of "aux" (per micro-batch), "seq_aux" (per sequence), "global_aux" (counts of
@@ -65,6 +66,7 @@ class RouterConfig:
     num_groups: int = 1
     top_groups: int = 1
     group_score_top: int = 0
+    logit_bias: bool = False
     expert_bias: bool = False
     bias_update_rate: float = 1e-3
     balancing: tuple[str, ...] = ()

@@ -50,7 +50,7 @@ class Routing:
 
 
 class Router(torch.nn.Module):
-    """Chooses `top_k` of `num_experts` for each token by logits = x @ weight.T.
+    """Chooses `top_k` of `num_experts` for each token by logits = x @ weight.T + bias.
 
     Logits, scores and losses are float32 whatever the weight's dtype and autocast are, float64 if
     the tokens are.
@@ -62,13 +62,14 @@ class Router(torch.nn.Module):
         max_tokens: most tokens a rank may hold; with `pad_to_capacity` it makes the capacity equal
             on all ranks. 0 = the capacity follows each batch.
 
-    Parameter `weight` [E, H]. Buffer `expert_bias` [E], float32 through every cast of the module,
-    in the state_dict; None unless configured. Counters, int64 and not in the state_dict, of the
-    training steps since `reset_counters` or `update_expert_bias`: `tokens_per_expert` [E], choices
-    before any are dropped, and `dropped` []. They differ by rank: DistributedDataParallel around a
-    router needs broadcast_buffers=False.
+    Parameters `weight` [E, H] and `bias` [E], None unless configured. Buffer `expert_bias` [E],
+    float32 through every cast of the module, in the state_dict; None unless configured. Counters,
+    int64 and not in the state_dict, of the training steps since `reset_counters` or
+    `update_expert_bias`: `tokens_per_expert` [E], choices before any are dropped, and `dropped` [].
+    They differ by rank: DistributedDataParallel around a router needs broadcast_buffers=False.
     """
 
+    bias: torch.nn.Parameter | None
     expert_bias: torch.Tensor | None
     tokens_per_expert: torch.Tensor
     dropped: torch.Tensor
@@ -95,6 +96,8 @@ class Router(torch.nn.Module):
         self._capacity_ratio = _ratio(config.expert_capacity_factor)
         weight = torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
         self.weight = torch.nn.Parameter(weight)
+        logit_bias = torch.nn.Parameter(weight.new_empty(num_experts))
+        self.register_parameter("bias", logit_bias if config.logit_bias else None)
         bias = torch.empty(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("expert_bias", bias if config.expert_bias else None)
         counts = torch.empty(num_experts, device=device, dtype=torch.int64)
@@ -103,8 +106,10 @@ class Router(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, 0.02^2); the bias and the counters become 0."""
+        """Draw the weight from N(0, 0.02^2); biases and counters become 0."""
         torch.nn.init.normal_(self.weight, std=INIT_STD)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
         if self.expert_bias is not None:
             self.expert_bias.zero_()
         self.reset_counters()
@@ -178,7 +183,8 @@ class Router(torch.nn.Module):
         if self.training and eps > 0:
             x_TH = x_TH.to(layout.accumulate_dtype(x_TH.dtype))
             x_TH = x_TH * (1 - eps + 2 * eps * torch.rand_like(x_TH))
-        return router_linear(x_TH, self.weight)
+        logits_TE = router_linear(x_TH, self.weight)
+        return logits_TE if self.bias is None else logits_TE + self.bias.to(logits_TE.dtype)
 
     def _choose(
         self, logits_TE: torch.Tensor, ids_TK: torch.Tensor | None, mask_T: torch.Tensor | None
