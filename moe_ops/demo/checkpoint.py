@@ -3,8 +3,8 @@
     checkpoints/step_00000300/   torch.distributed.checkpoint's files and progress.json
     checkpoints/partial/         one being written, or left by a crash; never read
 
-Experts are saved as shards of one tensor over all ranks, so another number of processes can load
-what two have saved.
+Experts are saved as shards of one tensor over all ranks, so another number or layout of processes
+can load what two have saved.
 """
 
 from __future__ import annotations

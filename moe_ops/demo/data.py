@@ -66,7 +66,8 @@ def load_corpus(megabytes: float, root: Path | None = None) -> Corpus:
 def training_batch(
     text_N: Tensor, settings: Settings, *, step: int, rank: int, world_size: int
 ) -> Tensor:
-    """This rank's tokens_BT of a step, with T = context + 1: a pure function of seed and step.
+    """tokens_BT of a step for rank `rank` of the `world_size` that share a batch, with
+    T = context + 1: a pure function of seed and step.
 
     So no position in the data needs to be saved, and the batch of a step is the same for any
     number of ranks.
@@ -80,7 +81,7 @@ def training_batch(
 def validation_batches(
     text_N: Tensor, settings: Settings, *, num_batches: int, rank: int, world_size: int
 ) -> list[Tensor]:
-    """This rank's part of each of num_batches batches, whose windows lie evenly over the text."""
+    """The same of each of num_batches batches, whose windows lie evenly over the text."""
     last = len(text_N) - settings.context
     places = torch.linspace(0, _at_least_one(last) - 1, num_batches * settings.batch)
     return [

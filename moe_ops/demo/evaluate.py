@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from .gradients import Gradients
 from .model import ByteModel
 
 
@@ -64,15 +64,15 @@ class Comparison:
     same_routing: bool
 
 
-def compiled_against_eager(model: ByteModel, gradients: Gradients, tokens_BT: Tensor) -> Comparison:
+def compiled_against_eager(model: ByteModel, tokens_BT: Tensor) -> Comparison:
     """Compare loss and gradients of one training step: |compiled - eager| / |eager|, 2-norms.
 
     Where rounding decides between two almost equal experts, both forms are right and their
     gradients differ by more than rounding: `same_routing` tells.
     """
-    compiled, compiled_ids = _loss_and_gradients(model, gradients, tokens_BT)
+    compiled, compiled_ids = _loss_and_gradients(model, tokens_BT)
     with torch.compiler.set_stance("force_eager"):
-        eager, eager_ids = _loss_and_gradients(model, gradients, tokens_BT)
+        eager, eager_ids = _loss_and_gradients(model, tokens_BT)
     names = list(eager)
     distances = [(compiled[n] - eager[n]).norm() / eager[n].norm().clamp(min=1e-12) for n in names]
     rerouted = (compiled_ids != eager_ids).any().float()
@@ -82,15 +82,13 @@ def compiled_against_eager(model: ByteModel, gradients: Gradients, tokens_BT: Te
     return Comparison(names[worst], found[worst].item(), found[-1].item() == 0)
 
 
-def _loss_and_gradients(
-    model: ByteModel, gradients: Gradients, tokens_BT: Tensor
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Loss and gradients by name, and the experts chosen in all blocks."""
-    gradients.clear()
+def _loss_and_gradients(model: ByteModel, tokens_BT: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Loss and gradients by name, of this rank alone, and the experts chosen in all blocks."""
+    model.zero_grad()
     loss, router_loss = model.losses(tokens_BT)
     (loss + router_loss).backward()
     found = {"loss": (loss + router_loss).detach()}
     for name, p in model.named_parameters():
         assert p.grad is not None, name
-        found[name] = p.grad.clone()
+        found[name] = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
     return found, torch.stack([moe.ids_TK for moe in model.moes() if moe.ids_TK is not None])

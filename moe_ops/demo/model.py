@@ -1,7 +1,7 @@
 """A byte-level transformer whose feed-forward layers are mixtures of experts.
 
-B sequences, T positions, H hidden, N heads, D features a head, V bytes. The residual stream is
-float32; every block is a unit for torch.compile.
+B sequences, T positions (of this rank), H hidden, N heads, D features a head, V bytes. The residual
+stream is float32; every block is a unit for torch.compile.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..nn import MoE, MoEConfig, RouterConfig
+from ..ops.cp_attention import cp_attention
+from ..ops.cp_split import cp_split
 from .settings import Settings
 
 NUM_BYTES = 256
@@ -34,11 +37,14 @@ def rotate(x_BNTD: Tensor, table: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with normalised, rotated queries and keys."""
+    """Causal multi-head attention with normalised, rotated queries and keys.
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    With `cp`, a group, its ranks hold parts of each sequence, as `cp_split` gives them.
+    """
+
+    def __init__(self, hidden: int, heads: int, cp: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.cp = heads, cp
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.q_norm = nn.RMSNorm(hidden // heads)
         self.k_norm = nn.RMSNorm(hidden // heads)
@@ -51,17 +57,30 @@ class Attention(nn.Module):
         q_BNTD, k_BNTD, v_BNTD = heads.unbind(2)
         q_BNTD = rotate(self.q_norm(q_BNTD), table)
         k_BNTD = rotate(self.k_norm(k_BNTD), table)
-        y_BNTD = F.scaled_dot_product_attention(q_BNTD, k_BNTD, v_BNTD, is_causal=True)
+        y_BNTD = self._attend(q_BNTD, k_BNTD, v_BNTD)
         return self.out(y_BNTD.transpose(1, 2).flatten(2))
+
+    def _attend(self, q_BNTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor) -> Tensor:
+        if self.cp is None:
+            return F.scaled_dot_product_attention(q_BNTD, k_BNTD, v_BNTD, is_causal=True)
+        # On CUDA it takes no float32.
+        dtype = torch.bfloat16 if q_BNTD.is_cuda else q_BNTD.dtype
+        y_BNTD, _ = cp_attention(*(x.to(dtype) for x in (q_BNTD, k_BNTD, v_BNTD)), group=self.cp)
+        return y_BNTD.to(q_BNTD.dtype)
 
 
 class Block(nn.Module):
     """Attention, then a mixture of experts, each added to the residual stream."""
 
-    def __init__(self, settings: Settings, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        group: dist.ProcessGroup | DeviceMesh | None,
+        cp: dist.ProcessGroup | None,
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(settings.hidden)
-        self.attention = Attention(settings.hidden, settings.heads)
+        self.attention = Attention(settings.hidden, settings.heads, cp)
         self.moe_norm = nn.RMSNorm(settings.hidden)
         config = MoEConfig(
             hidden_size=settings.hidden,
@@ -73,7 +92,7 @@ class Block(nn.Module):
             dispatcher="flex",
             size_mode="exact",
             max_tokens=settings.batch * settings.context,
-            router=RouterConfig(balancing=("aux",), aux_loss_coeff=1e-2, z_loss_coeff=1e-3),
+            router=RouterConfig(balancing=("global_aux",), aux_loss_coeff=1e-2, z_loss_coeff=1e-3),
         )
         self.moe = MoE(config, group=group)
 
@@ -85,20 +104,37 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Parameters outside `experts` are the same on every rank; see `expert_parameters`."""
+    """Parameters outside `experts` are the same on every rank.
 
-    def __init__(self, settings: Settings, group: dist.ProcessGroup | None = None) -> None:
+    Args:
+        settings: the sizes.
+        group: of `MoE`: ranks or a mesh over which experts are spread.
+        cp: ranks over which each sequence is spread; None: it is whole here.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        cp: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
+        self.cp = cp
         self.embed = nn.Embedding(NUM_BYTES, settings.hidden)
-        self.blocks = nn.ModuleList(Block(settings, group) for _ in range(settings.layers))
+        self.blocks = nn.ModuleList(Block(settings, group, cp) for _ in range(settings.layers))
         self.norm = nn.RMSNorm(settings.hidden)
         self.head = nn.Linear(settings.hidden, NUM_BYTES, bias=False)
-        table = rotary_table(settings.context, settings.hidden // settings.heads)
+        table = self.part(rotary_table(settings.context, settings.hidden // settings.heads))
         self.register_buffer("table", table, persistent=False)
         nn.init.normal_(self.embed.weight, std=0.5)
         nn.init.zeros_(self.head.weight)
 
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's positions, which lie along dimension 1."""
+        return whole if self.cp is None else cp_split(whole, 1, group=self.cp)
+
     def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of each next byte, and what the routers add to the loss."""
         x_BTH = self.embed(tokens_BT)
         router_loss = x_BTH.new_zeros(())
         for block in self.blocks:
@@ -107,15 +143,21 @@ class ByteModel(nn.Module):
         return self.head(self.norm(x_BTH)), router_loss
 
     def losses(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy of each next byte in nats, and the routers' losses."""
-        logits_BTV, router_loss = self(tokens_BT[:, :-1])
-        return F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten()), router_loss
+        """Mean cross-entropy in nats of the next bytes of this rank's positions, and the routers'
+        losses. Over the ranks both are to be averaged.
+
+        Args:
+            tokens_BT: whole sequences and the byte after each.
+        """
+        logits_BTV, router_loss = self(self.part(tokens_BT[:, :-1]))
+        labels_BT = self.part(tokens_BT[:, 1:])
+        return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten()), router_loss
 
     def moes(self) -> list[MoE]:
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """Parameters of which every rank holds its own part."""
+        """Parameters that are spread over ranks."""
         return [p for moe in self.moes() for p in moe.experts.parameters()]
 
     def dense_parameters(self) -> list[nn.Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 from dataclasses import asdict, dataclass
 from multiprocessing.synchronize import Event
@@ -12,8 +13,12 @@ from typing import Any
 
 import torch
 
+from ..parallel import ParallelLayout
+
 # Files of what the passes do to a block.
 PASSES_TEXT, PASSES_PICTURE, PASSES_TRACE = "passes.txt", "passes.png", "passes.json"
+# Axes that --layout may name.
+AXES = ("ep", "etp", "cp")
 
 
 class Refused(ValueError):
@@ -31,7 +36,12 @@ class Settings:
     steps: int = _option(400, "optimizer steps")
     out: str = _option("demo_out", "folder for checkpoints, pictures and metrics.json")
     world_size: int = _option(
-        0, "processes that share the experts; 0 = 2 on CPU, as many as GPUs but at most 2 on GPUs"
+        0, "processes that share the model; 0 = 2 on CPU, as many as GPUs but at most 2 on GPUs"
+    )
+    layout: str = _option(
+        "",
+        "sizes of the axes ep, etp and cp of moe_ops.parallel.ParallelLayout, such as ep=2,cp=2, "
+        "1 where not named; nothing = ep=WORLD_SIZE",
     )
     device: str = _option(
         "auto", "where to train; auto = GPUs if there are any", choices=("auto", "cpu", "cuda")
@@ -43,7 +53,7 @@ class Settings:
     ffn: int = _option(128, "inner size of an expert and of the shared expert")
     layers: int = _option(3, "transformer blocks, each with a mixture of experts")
     heads: int = _option(3, "attention heads")
-    experts: int = _option(8, "experts a block, spread evenly over the processes")
+    experts: int = _option(8, "experts a block, spread evenly over the processes of ep")
     top_k: int = _option(2, "experts a byte is sent to")
     learning_rate: float = _option(8e-3, "peak learning rate of AdamW")
     corpus_megabytes: float = _option(8.0, "source text to read, for training and validation")
@@ -61,13 +71,46 @@ class Settings:
                 raise Refused(f"demo: {name} must be at least {low}, got {value}")
         if self.top_k > self.experts:
             raise Refused(f"demo: top_k must be at most experts ({self.experts}), got {self.top_k}")
-        for name, unit in (
-            ("hidden", 2 * self.heads),
-            ("experts", max(self.world_size, 1)),
-            ("batch", max(self.world_size, 1)),
+        ep, etp, cp = self._sizes()
+        world_size = self.world_size or math.lcm(ep * etp, cp)  # not known yet: one that fits
+        for name, value, unit, why in (
+            ("hidden", self.hidden, 2 * self.heads, "2 * heads"),
+            ("world_size", world_size, ep * etp, "ep * etp"),
+            ("world_size", world_size, cp, "cp"),
+            ("experts", self.experts, ep, "ep"),
+            ("ffn", self.ffn, etp, "etp"),
+            ("batch", self.batch, world_size // cp, "world_size / cp"),
+            ("context", self.context, 2 * cp if cp > 1 else 1, "2 * cp"),
         ):
-            if (value := getattr(self, name)) % unit:
-                raise Refused(f"demo: {name} must be a multiple of {unit}, got {value}")
+            if value % unit:
+                raise Refused(
+                    f"demo: {name} must be a multiple of {unit}, got {value}; {unit} = {why}"
+                )
+
+    def _sizes(self) -> list[int]:
+        """Of `AXES`."""
+        if not self.layout:
+            return [max(self.world_size, 1), 1, 1]
+        sizes: dict[str, int] = {}
+        for part in self.layout.split(","):
+            name, _, size = part.partition("=")
+            if name in ("tp", "pp"):
+                raise Refused(
+                    f"demo: layout must not name {name}: the demo splits no "
+                    f"{'weights of attention' if name == 'tp' else 'stages'}, got {self.layout!r}"
+                )
+            if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+                raise Refused(
+                    f"demo: layout must give {', '.join(AXES)} positive sizes, each at most once, "
+                    f"such as ep=2,cp=2, got {part!r} in {self.layout!r}"
+                )
+            sizes[name] = int(size)
+        return [sizes.get(name, 1) for name in AXES]
+
+    def parallel_layout(self) -> ParallelLayout:
+        """Which ranks share what, once `world_size` is known."""
+        ep, etp, cp = self._sizes()
+        return ParallelLayout(world=self.world_size, ep=ep, etp=etp, cp=cp)
 
     @property
     def checkpoints(self) -> Path:
@@ -76,9 +119,10 @@ class Settings:
     def identity(self) -> dict[str, Any]:
         """What decides the course of the training: a checkpoint goes on only with the same.
 
-        The number of processes is not part of it, nor how many steps there are in all.
+        The number of processes and their layout are not part of it, nor how many steps there are
+        in all.
         """
-        free = {"steps", "out", "world_size", "device", "fresh", "no_compile"}
+        free = {"steps", "out", "world_size", "layout", "device", "fresh", "no_compile"}
         free |= {"eval_batches", "eval_every", "save_every"}
         return {name: value for name, value in asdict(self).items() if name not in free}
 

@@ -1,4 +1,4 @@
-"""One training process: its share of every batch and of every block's experts."""
+"""One training process: its share of every batch, of its sequences and of every block's experts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import extensions
+from ..parallel import clip_grad_norm_, parameter_groups, reduce_gradients
 from . import checkpoint, data
 from .evaluate import StopRequested, compiled_against_eager, experts_at_zero, validation_loss
-from .gradients import Gradients
 from .model import ByteModel
 from .progress import Progress, latest, mark_finished
 from .settings import PASSES_PICTURE, PASSES_TEXT, PASSES_TRACE, Job
@@ -68,28 +68,25 @@ class Trainer:
 
     def __init__(self, job: Job) -> None:
         self.job, self.settings = job, (settings := job.settings)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.layout = dist.get_rank(), settings.parallel_layout()
         self.device = torch.device(f"cuda:{self.rank}" if settings.device == "cuda" else "cpu")
+        self.meshes = self.layout.meshes(self.device.type)
         self.corpus = data.load_corpus(settings.corpus_megabytes)
         self.passes = extensions.passes()
         self.model = self._build(settings.seed)
         self.optimizer = self._build_optimizer()
         checkpoint.create_moments(self.optimizer)
-        self.gradients = Gradients(
-            self.model.dense_parameters(),
-            self.model.expert_parameters(),
-            # loss, stop requests, choices of each expert
-            num_extra=2 + settings.layers * settings.experts,
-            group=dist.group.WORLD,
-        )
         self.progress = Progress(identity=settings.identity())
         self.first_step_seconds = 0.0
 
     def _build(self, seed: int) -> ByteModel:
-        group = dist.group.WORLD if self.world_size > 1 else None
-        # The same on all ranks: each expert draws from a stream of its own.
+        experts = self.meshes.experts if self.layout.world > 1 else None
+        cp = self.meshes.attention["cp"].get_group() if self.layout.cp > 1 else None
+        # The same on all ranks: each expert draws from a stream of its own. On the device from the
+        # start, where a mesh has its tensors: a stream differs by kind of device.
         torch.manual_seed(seed)
-        model = ByteModel(self.settings, group).to(self.device)
+        with self.device:
+            model = ByteModel(self.settings, experts, cp)
         if not self.settings.no_compile:
             self._compile(model)
         return model
@@ -100,16 +97,17 @@ class Trainer:
             block.compile(fullgraph=True, options=options)
 
     def _build_optimizer(self) -> torch.optim.AdamW:
-        parameters = list(self.model.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-        ]
+        groups: list[dict[str, Any]] = []
+        for group in parameter_groups(self.model):
+            matrices = [p for p in group["params"] if p.ndim > 1]
+            vectors = [p for p in group["params"] if p.ndim == 1]
+            groups.append({"params": matrices, "weight_decay": WEIGHT_DECAY})
+            groups.append({"params": vectors, "weight_decay": 0.0})
         return torch.optim.AdamW(groups, lr=self.settings.learning_rate, betas=BETAS, fused=True)
 
     def start(self) -> None:
         """Go on from a checkpoint, or write that of step 0."""
-        found = self.job.resume_from
+        found, layout = self.job.resume_from, self.layout
         if found is None:
             self._save()
         else:
@@ -117,9 +115,10 @@ class Trainer:
             self.progress = Progress.read(found)
             self._say(f"going on from {found}")
         self._say(
-            f"{self.world_size} processes on {self.device.type}, "
+            f"{layout.world} processes on {self.device.type}: dp {layout.dp}, cp {layout.cp}, and "
+            f"for experts edp {layout.edp}, ep {layout.ep}, etp {layout.etp}; "
             f"{sum(p.numel() for p in self.model.dense_parameters()):,} dense parameters and "
-            f"{sum(p.numel() for p in self.model.expert_parameters()):,} in experts a process, "
+            f"{sum(p.numel() for p in self.model.expert_parameters()):,} in experts, "
             f"{len(self.corpus.train_N) / 1e6:.1f} MB of text from "
             f"{self.corpus.num_train_files} files, and {self.corpus.num_validation_files} held out "
             "for validation"
@@ -171,21 +170,21 @@ class Trainer:
     def _step(self) -> bool:
         """One optimizer step; returns whether any rank wants to stop."""
         settings, progress = self.settings, self.progress
-        self.gradients.clear()
+        self.optimizer.zero_grad()
         loss, router_loss = self.model.losses(self._training_batch(progress.step))
-        ((loss + router_loss) / self.world_size).backward()
+        (loss + router_loss).backward()
+        reduce_gradients(self.model, self.meshes)
+        clip_grad_norm_(self.model.parameters(), LARGEST_NORM, self.meshes)
         counts_LE = self.model.take_counts()
         stop = loss.new_tensor([float(self.job.stop_requested())])
-        extra = torch.cat(
-            (loss.detach()[None] / self.world_size, stop, counts_LE.flatten().float())
-        )
-        totals, norm = self.gradients.sum_over_ranks(extra)
-        self.gradients.scale_((LARGEST_NORM / norm).clamp(max=1.0))
+        totals = torch.cat((loss.detach()[None], stop, counts_LE.flatten().float()))
+        dist.all_reduce(totals)
         scale = learning_rate_scale(progress.step, settings.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * scale
         self.optimizer.step()
-        mean_loss, num_stops, *counts = totals.tolist()
+        total_loss, num_stops, *counts = totals.tolist()
+        mean_loss = total_loss / self.layout.world
         if not math.isfinite(mean_loss):
             raise RuntimeError(f"demo: loss must be finite, got {mean_loss} at {progress.step}")
         progress.step += 1
@@ -232,7 +231,7 @@ class Trainer:
             return None, None
         for step in range(self.settings.steps, self.settings.steps + MOST_COMPARISONS):
             tokens_BT = self._training_batch(step)
-            found = compiled_against_eager(self.model, self.gradients, tokens_BT)
+            found = compiled_against_eager(self.model, tokens_BT)
             if found.same_routing:
                 break
         return found.tensor, found.difference
@@ -241,7 +240,7 @@ class Trainer:
         """Write what the passes do to the first block, as text, picture and trace."""
         if self.settings.no_compile or self.passes is None:
             return
-        tokens_BT = self._training_batch(self.settings.steps)[:, :-1]
+        tokens_BT = self.model.part(self._training_batch(self.settings.steps)[:, :-1])
         x_BTH = self.model.embed(tokens_BT).detach().requires_grad_()
         explained = self.passes.explain(self.model.blocks[0], x_BTH, self.model.table)
         if self.rank == 0:
@@ -255,8 +254,8 @@ class Trainer:
             self.corpus.train_N,
             self.settings,
             step=step,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self.meshes.attention.get_local_rank("dp"),
+            world_size=self.layout.dp,
         )
         return tokens_BT.to(self.device)
 
@@ -265,8 +264,8 @@ class Trainer:
             self.corpus.validation_N,
             self.settings,
             num_batches=num_batches or self.settings.eval_batches,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self.meshes.attention.get_local_rank("dp"),
+            world_size=self.layout.dp,
         )
         return validation_loss(model, [b.to(self.device) for b in batches], self.job.stop_requested)
 

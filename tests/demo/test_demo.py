@@ -100,12 +100,45 @@ def test_settings_refuse_what_cannot_work() -> None:
         Settings(hidden=100, heads=3)
 
 
+@pytest.mark.parametrize(
+    ("layout", "sizes", "message"),
+    [
+        ("tp=2,ep=2", {}, "must not name tp: the demo splits no weights of attention"),
+        ("pp=2", {}, "must not name pp: the demo splits no stages"),
+        ("dp=2", {}, "at most once, such as ep=2,cp=2, got 'dp=2' in 'dp=2'"),
+        ("ep=2,ep=2", {}, "at most once, such as ep=2,cp=2, got 'ep=2' in 'ep=2,ep=2'"),
+        ("ep=0", {}, "positive sizes, .*, got 'ep=0'"),
+        ("ep", {}, "positive sizes, .*, got 'ep' in 'ep'"),
+        ("ep=2,", {}, "positive sizes, .*, got '' in 'ep=2,'"),
+        ("ep=2,etp=4", {}, "world_size must be a multiple of 8, got 4; 8 = ep \\* etp"),
+        ("cp=3", {}, "world_size must be a multiple of 3, got 4; 3 = cp"),
+        ("ep=4", {"experts": 6}, "experts must be a multiple of 4, got 6; 4 = ep"),
+        ("etp=4", {"ffn": 6}, "ffn must be a multiple of 4, got 6; 4 = etp"),
+        ("cp=2", {"batch": 3}, "batch must be a multiple of 2, got 3; 2 = world_size / cp"),
+        ("cp=4", {"context": 12}, "context must be a multiple of 8, got 12; 8 = 2 \\* cp"),
+    ],
+)
+def test_layouts_that_do_not_fit(layout: str, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(Refused, match=f"^demo: .*{message}"):
+        Settings(world_size=4, layout=layout, **sizes)
+
+
+def test_layout_waits_for_the_world_size() -> None:
+    layout = Settings(layout="ep=2,cp=2", batch=1, device="cpu").resolved().parallel_layout()
+    assert (layout.world, layout.dp, layout.ep, layout.edp) == (2, 1, 2, 1)
+    assert Settings(world_size=4).parallel_layout().ep == 4
+    with pytest.raises(Refused, match="world_size must be a multiple of 4, got 2; 4 = cp"):
+        Settings(layout="cp=4", device="cpu").resolved()
+
+
 def test_resume_refuses_another_model(tmp_path: Path) -> None:
     settings = Settings(out=str(tmp_path))
     checkpoint = settings.checkpoints / "step_00000007"
     checkpoint.mkdir(parents=True)
     Progress(identity=settings.identity()).write(checkpoint)
     assert launch._checkpoint_to_resume(settings) == checkpoint
+    other = Settings(out=str(tmp_path), world_size=4, layout="ep=2,cp=2")
+    assert launch._checkpoint_to_resume(other) == checkpoint
 
     with pytest.raises(Refused, match="hidden must be 96 to go on from"):
         launch._checkpoint_to_resume(Settings(out=str(tmp_path), hidden=192))

@@ -13,15 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import fx_passes
 from moe_ops.demo import checkpoint, data
 from moe_ops.demo.evaluate import Comparison, StopRequested, compiled_against_eager, experts_at_zero
-from moe_ops.demo.gradients import Gradients
 from moe_ops.demo.model import ByteModel
 from moe_ops.demo.progress import latest
 from moe_ops.demo.settings import PASSES_PICTURE, PASSES_TEXT, PASSES_TRACE, Job, Settings
 from moe_ops.demo.train import Trainer
+from moe_ops.parallel import clip_grad_norm_, reduce_gradients
 from tests.ranks import run_on_ranks
 
 TINY = Settings(
@@ -41,41 +42,44 @@ class StopAt:
         return self.looks < 0
 
 
-def gradients_of(rank: int, world_size: int) -> dict[str, Tensor]:
-    """Of the mean cross-entropy of one batch, after one step's communication."""
-    group = dist.group.WORLD if world_size > 1 else None
-    torch.manual_seed(0)
-    model = ByteModel(TINY, group)
+def trainer_of(out: str, world_size: int, stop: StopAt, **settings: Any) -> Trainer:
+    chosen = Settings(**{**vars(TINY), "out": out, "world_size": world_size, **settings})
+    return Trainer(Job(chosen, latest(chosen.checkpoints), Path(), os.getppid(), stop))
+
+
+def gradients_of(rank: int, world_size: int, layout: str) -> dict[str, Tensor]:
+    """Of the loss of one batch, as a step reduces them, and their norm."""
+    trainer = trainer_of("", world_size, StopAt(0), layout=layout)
+    model, meshes = trainer.model, trainer.meshes
+    torch.manual_seed(1)
     torch.nn.init.normal_(model.head.weight)
-    gradients = Gradients(model.dense_parameters(), model.expert_parameters(), 1, group)
-    tokens_BT = torch.randint(256, (TINY.batch, 17), generator=torch.Generator().manual_seed(1))
-    gradients.clear()
-    loss, _ = model.losses(tokens_BT[rank::world_size])
-    (loss / world_size).backward()
-    extra, norm = gradients.sum_over_ranks(loss.detach()[None] / world_size)
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    return {**found, "loss": extra, "norm": norm}
+    loss, router_loss = model.losses(trainer._training_batch(0))
+    (loss + router_loss).backward()
+    reduce_gradients(model, meshes)
+    norm = clip_grad_norm_(model.parameters(), float("inf"), meshes)
+    return {"norm": norm, **{name: full(p.grad) for name, p in model.named_parameters()}}
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.dist
-def test_gradients_are_those_of_the_mean_loss_over_all_ranks() -> None:
-    whole = gradients_of(0, 1)
-    ranks = run_on_ranks(2, gradients_of, 2)
-    for name, expected in whole.items():
-        parts = [rank[name] for rank in ranks]
-        if ".experts." in name:
-            torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-7)
-        else:
-            assert torch.equal(*parts), name
-            torch.testing.assert_close(parts[0], expected, rtol=1e-4, atol=1e-7)
-    squares = [g.square().sum() for name, g in whole.items() if name not in ("loss", "norm")]
-    torch.testing.assert_close(whole["norm"], torch.stack(squares).sum().sqrt())
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(2, ""), (4, "ep=2,cp=2"), (4, "ep=2,etp=2,cp=4")]
+)
+def test_gradients_are_those_of_one_process(world_size: int, layout: str) -> None:
+    whole = run_on_ranks(1, gradients_of, 1, "")[0]
+    for rank in run_on_ranks(world_size, gradients_of, world_size, layout):
+        for name, expected in whole.items():
+            found = rank[name].reshape(expected.shape)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def losses_of_run(rank: int, out: str, world_size: int, looks: int) -> list[float]:
-    settings = Settings(**{**vars(TINY), "out": out, "world_size": world_size})
-    stop = StopAt(looks)
-    trainer = Trainer(Job(settings, latest(settings.checkpoints), Path(), os.getppid(), stop))
+def losses_of_run(
+    rank: int, out: str, world_size: int, looks: int, settings: dict[str, Any] | None = None
+) -> list[float]:
+    trainer = trainer_of(out, world_size, StopAt(looks), **settings or {})
     try:
         trainer.start()
         trainer.train()
@@ -109,6 +113,29 @@ def test_checkpoint_of_two_ranks_goes_on_with_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+def test_layout_trains_as_one_process(tmp_path: Path) -> None:
+    """Compared until the end of 20 steps; a checkpoint of the layout goes on with one process."""
+    folders = {name: tmp_path / name for name in ("one", "four", "resumed")}
+    for folder in folders.values():
+        (folder / "checkpoints").mkdir(parents=True)
+    long, layout = {"steps": 20}, {"steps": 20, "layout": "ep=2,cp=2"}
+    one = run_on_ranks(1, losses_of_run, str(folders["one"]), 1, 1000, long)[0]
+    four = run_on_ranks(4, losses_of_run, str(folders["four"]), 4, 1000, layout)
+    assert len(one) == 20
+    assert one[-1] < one[0] - 1
+    assert all(losses == four[0] for losses in four)
+    assert four[0] == pytest.approx(one, abs=1e-4)
+
+    # One look at the start, one a step: the flag rises in the eighth step.
+    resumed = str(folders["resumed"])
+    first = run_on_ranks(4, losses_of_run, resumed, 4, 8, layout)[0]
+    assert len(first) == 8
+    rest = run_on_ranks(1, losses_of_run, resumed, 1, 1000, long)[0]
+    assert rest[:8] == first
+    assert rest == pytest.approx(one, abs=1e-4)
+
+
+@pytest.mark.dist
 def test_unfinished_checkpoint_is_not_found(tmp_path: Path) -> None:
     (tmp_path / "partial").mkdir()
     (tmp_path / "partial" / "progress.json").write_text("{")
@@ -124,10 +151,8 @@ def compare(rank: int, broken: bool) -> Comparison:
     torch.nn.init.normal_(model.head.weight)
     for block in model.blocks:
         block.compile(fullgraph=True, backend=twice if broken else "aot_eager")
-    dense, experts = model.dense_parameters(), model.expert_parameters()
-    gradients = Gradients(dense, experts, 0, dist.group.WORLD)
     tokens_BT = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(rank))
-    return compiled_against_eager(model, gradients, tokens_BT)
+    return compiled_against_eager(model, tokens_BT)
 
 
 def twice(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -140,24 +165,26 @@ def twice(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., An
     return run
 
 
-def explain_on_rank(rank: int, out: str) -> None:
-    settings = Settings(**{**vars(TINY), "out": out, "world_size": 2})
-    trainer = Trainer(Job(settings, None, Path(), os.getppid(), StopAt(1000)))
+def explain_on_rank(rank: int, out: str, layout: str) -> None:
+    trainer = trainer_of(out, 2, StopAt(1000), layout=layout)
     trainer.passes = fx_passes
     trainer._explain_passes()
     dist.barrier()
     assert not list(Path(out).iterdir()), "nothing was compiled"
     dist.barrier()
-    trainer.settings = dataclasses.replace(settings, no_compile=False)
+    trainer.settings = dataclasses.replace(trainer.settings, no_compile=False)
     trainer._explain_passes()
 
 
 @pytest.mark.dist
-def test_passes_are_explained(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "exchange"), [("", "dispatch_start"), ("ep=2,cp=2", "cp_shift_start")]
+)
+def test_passes_are_explained(layout: str, exchange: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="optional package matplotlib is not installed")
-    run_on_ranks(2, explain_on_rank, str(tmp_path), timeout_s=280)
+    run_on_ranks(2, explain_on_rank, str(tmp_path), layout, timeout_s=280)
     text = (tmp_path / PASSES_TEXT).read_text()
-    assert "exposed in all" in text and "dispatch_start" in text
+    assert "exposed in all" in text and exchange in text
     assert (tmp_path / PASSES_PICTURE).read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / PASSES_TRACE).read_text())["traceEvents"]
 
