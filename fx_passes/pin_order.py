@@ -2,23 +2,21 @@
 
     start, call, wait      ->      start, control_deps((start,), call), control_deps((call,), wait)
 
-for every kernel between a start and its wait; and exchanges and plans, whose order must be the same
-on all ranks, come one after the other. Everything else goes where Inductor likes. It refuses a
-window without kernels.
+for every kernel between a start and its wait. Everything else goes where Inductor likes, but
+exchanges and plans, which keep the order of the graph with or without passes. It refuses a window
+without kernels.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
 
 from torch.fx import Graph, Node
 
 from .compat import pin
-from .graph import depends_on, is_call, rewrite_matches
-from .protect_exchange import EXCHANGES
-from .windows import STARTS, WAITS, Window, find_windows, runs_alone
+from .graph import is_call, rewrite_matches
+from .windows import WAITS, Window, find_windows, runs_alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +54,5 @@ def pin_order_pass(graph: Graph) -> int:
         after[match.window.wait] += match.kernels
 
     count = rewrite_matches("pin_order", graph, find_order(graph), why_not, rewrite)
-    exchanges = [node for node in graph.nodes if is_call(node, *EXCHANGES, *STARTS)]
-    for exchange, following in itertools.pairwise(exchanges):
-        if not depends_on([following], exchange):
-            after[following].append(exchange)
     pin(graph, after)
     return count

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
+from . import _inductor
+
 _LIBRARY = torch.library.Library("moe_ops", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +73,11 @@ def define(
     from . import comm, kernels  # noqa: PLC0415 - comm and kernels may import this module
 
     name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    parameters = list(inspect.signature(reference).parameters)
-    group_at = parameters.index("group_name") if "group_name" in parameters else None
+    _LIBRARY.define(schema, tags=_TAGS)
+    overload = getattr(torch.ops.moe_ops, name).default
+    group_at = _place_of("group_name", reference)
+    if group_at is not None:
+        _inductor.COLLECTIVE.add(overload)
 
     def checked(kernel: Callable[..., Any], device: str) -> Callable[..., Any]:
         @functools.wraps(kernel)
@@ -90,11 +95,13 @@ def define(
 
     def checked_fake(*args: Any) -> Any:
         check(*args)
+        if group_at is not None:
+            _inductor.keep_collectives()
         return fake(*args)
 
     _LIBRARY.impl(name, checked(reference, "cpu"), "CPU")
     _LIBRARY.impl(name, checked(cuda, "cuda"), "CUDA")
-    qualified_name = f"moe_ops::{name}"
+    qualified_name = overload._schema.name
     torch.library.register_fake(qualified_name, checked_fake, lib=_LIBRARY)
     torch.library.register_autograd(
         qualified_name,
@@ -103,11 +110,14 @@ def define(
         lib=_LIBRARY,
     )
     torch.library.register_vmap(qualified_name, _no_vmap(name), lib=_LIBRARY)
-    ops = PRIVATE_OPS if private else OPS
-    ops[name] = OpInfo(
-        name, schema, reference.__module__, check, reference, fake, backward is not None
-    )
-    return _public(getattr(torch.ops.moe_ops, name).default, group_at)
+    found = OpInfo(name, schema, reference.__module__, check, reference, fake, bool(backward))
+    (PRIVATE_OPS if private else OPS)[name] = found
+    return _public(overload, group_at)
+
+
+def _place_of(name: str, function: Callable[..., Any]) -> int | None:
+    parameters = list(inspect.signature(function).parameters)
+    return parameters.index(name) if name in parameters else None
 
 
 def _public(overload: torch._ops.OpOverload, group_at: int | None) -> Callable[..., Any]:

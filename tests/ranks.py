@@ -1,7 +1,8 @@
 """Run a function on several gloo processes: `run_on_ranks(2, function, *args)` -> results by rank.
 
-The processes of a world size start with its first use and stay until the tests end, so a further
-call costs a millisecond or two. A function is pickled by name: it must be at a module's top level.
+The processes of a world size start with its first use and stay until the tests end, or until they
+hold `MAX_GROUPS` groups, each with threads and sockets; so a further call costs a millisecond or
+two. A function is pickled by name: it must be at a module's top level.
 Results are pickled whole, tensors by value. Sub-groups: the function calls `dist.new_group` itself,
 on every rank.
 """
@@ -27,9 +28,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 COLLECTIVE_TIMEOUT_S = 60
 PRELOAD = ["tests.warm_up"]
+MAX_GROUPS = 32
 GRACE_S = 10  # for the other ranks to end once one has failed
 
 _pools: dict[int, Pool] = {}
@@ -85,7 +88,8 @@ def _call(
         context.set_forkserver_preload(PRELOAD)
         _pools[world_size] = Pool(world_size, context, _join_world)
     answers = _pools[world_size].call(request, timeout_s)
-    if any(kind == "lost" for kind, *_ in answers):
+    too_many = _pools[world_size].num_groups > MAX_GROUPS
+    if too_many or any(kind == "lost" for kind, *_ in answers):
         _close(world_size)
     return answers
 
@@ -111,6 +115,7 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory()
         # Held by this process: its port is chosen by the system, so no two pools can meet.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.num_groups = 0
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
@@ -150,7 +155,9 @@ class Pool:
 
     def _receive(self, rank: int) -> tuple[Any, ...]:
         try:
-            return pickle.loads(self.connections[rank].recv_bytes())
+            answer = pickle.loads(self.connections[rank].recv_bytes())
+            self.num_groups = self.connections[rank].recv()
+            return answer
         except (EOFError, OSError):
             self.processes[rank].join(1)
             return ("lost", f"the process ended with exit code {self.processes[rank].exitcode}")
@@ -193,6 +200,7 @@ def _serve(
             except (EOFError, OSError):
                 os._exit(0)  # no orderly goodbye: the other ranks are gone, too
             connection.send_bytes(_answer(place[0], request))
+            connection.send(len(c10d._world.pg_map))
 
 
 def _join_world(rank: int, world_size: int, port: int) -> None:

@@ -35,7 +35,12 @@ TESTS = sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / fo
 _PLAIN = {"_library", "checks", "layout", "comm", "kernels"}
 _BUILT_ON_OPS = {"root", "ops", "nn", "parallel", *_PLAIN}
 MAY_IMPORT = {
-    "_library": {"comm", "kernels"},  # inside `define`, since both may import it
+    "_inductor": set(),
+    "_library": {
+        "_inductor",
+        "comm",
+        "kernels",
+    },  # these two within `define`
     "checks": {"_library"},
     "layout": {"_library", "checks"},
     "comm": {"_library", "checks", "layout", "kernels"},

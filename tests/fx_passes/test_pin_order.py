@@ -146,27 +146,6 @@ def test_without_pin_order_inductor_prefers_its_own(
     assert (calls(lines) == FORWARD) == waits_late
 
 
-def two_batches(x, ids, w):
-    """Neither exchange needs the other."""
-    rows, plan = dispatch(x, ids)
-    others, other_plan = dispatch(x * 2, ids)
-    return combine(rows, plan) @ w, combine(others * 2, other_plan) @ w
-
-
-def chained(graph: torch.fx.Graph) -> list[str]:
-    """Names of what is bound to an order."""
-    return [node.name for node in graph.nodes if "control_deps" in str(node.target)]
-
-
-def test_pin_order_keeps_exchanges_in_line() -> None:
-    module, _ = trace(two_batches)
-    starts = [node for node in module.graph.nodes if node.name.startswith("exchange_plan")]
-    assert len(starts) == 2
-    pin_order_pass(module.graph)
-    module.graph.lint()
-    assert {"exchange_plan_1", "combine_start_default_1"} <= set(chained(module.graph))
-
-
 def hiding(x, ids, w):
     rows, plan = dispatch(x, ids)
     shared = x @ w

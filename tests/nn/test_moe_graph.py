@@ -226,3 +226,47 @@ def test_moe_graph_leaves_autocast_alone_where_it_is_off() -> None:
     torch.compile(layer, fullgraph=True, backend=found)(torch.randn(5, 8))
     (module,) = found.graphs
     assert not [node for node in module.graph.nodes if "autocast" in str(node.target)]
+
+
+class Block(torch.nn.Module):
+    """Two layers, with kernels of Inductor's own around them, and their loss."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.linear, self.norm = torch.nn.Linear(size, size), torch.nn.RMSNorm(size)
+        self.layers = torch.nn.ModuleList(
+            make_layer(config, dist.group.WORLD, torch.float32) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of all tokens."""
+        for layer in self.layers:
+            x = x + layer(self.norm(self.linear(x)))
+        return x.square().sum() + sum(sum(layer.losses.values()) for layer in self.layers)
+
+
+def _no_tokens_on_one_rank(rank: int, config: MoEConfig, num_tokens: list[int]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = Block(config)
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    x = torch.randn(num_tokens[rank], config.hidden_size, requires_grad=True)
+    for train in (True, False):
+        found, expected = compiled.train(train)(x), block.train(train)(x)
+        pairs = [(found, expected)]
+        if train:
+            leaves = [*block.parameters(), x]
+            pairs += zip(*(torch.autograd.grad(loss, leaves) for loss in pairs[0]))
+        for number, (value, eager) in enumerate(pairs):
+            assert_close(str(number), value, eager, scale=1.0)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_tokens", [[5, 0], [0, 5], [0, 0]], ids=str)
+@pytest.mark.parametrize("router", [{}, BALANCED], ids=["plain", "balanced"])
+def test_moe_compiles_where_a_rank_has_no_tokens(
+    router: dict[str, Any], num_tokens: list[int]
+) -> None:
+    """Its graph has the exchanges of the others, in their order."""
+    run_on_ranks(2, _no_tokens_on_one_rank, make_config(router), num_tokens)
