@@ -104,10 +104,7 @@ def define(
     qualified_name = overload._schema.name
     torch.library.register_fake(qualified_name, checked_fake, lib=_LIBRARY)
     torch.library.register_autograd(
-        qualified_name,
-        backward or _no_backward(name),
-        setup_context=setup_context,
-        lib=_LIBRARY,
+        qualified_name, backward or _no_backward(name), setup_context=setup_context, lib=_LIBRARY
     )
     torch.library.register_vmap(qualified_name, _no_vmap(name), lib=_LIBRARY)
     found = OpInfo(name, schema, reference.__module__, check, reference, fake, bool(backward))
