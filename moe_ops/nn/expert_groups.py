@@ -36,7 +36,7 @@ class ExpertGroups:
         """Of a group or its name, or of a mesh's axes "ep" and, if there are such, "etp" and "edp".
 
         Raises:
-            ValueError: a mesh without "ep".
+            ValueError: a mesh without "ep" or this rank, or whose ranks do not ascend.
         """
         if not isinstance(group, DeviceMesh):
             name = comm.group_name_of(group)
@@ -44,6 +44,11 @@ class ExpertGroups:
         axes = group.mesh_dim_names or ()
         if "ep" not in axes:
             raise ValueError(f"group: a mesh must have an axis 'ep', got axes {axes}")
+        if group.get_coordinate() is None:
+            raise ValueError(f"group: the mesh must hold this rank, got {group}")
+        if any((group.mesh.diff(dim=axis) <= 0).any() for axis in range(group.ndim)):
+            # A group's ranks ascend: it would hold other experts than the mesh says.
+            raise ValueError(f"group: a mesh's ranks must ascend along each axis, got {group}")
 
         def name_of(*names: str) -> str:
             return comm.group_name_of(flatten(group, *names).get_group())
@@ -58,6 +63,30 @@ class ExpertGroups:
     def part_of(self, whole: torch.Tensor, dim: int | None) -> torch.Tensor:
         """This rank's part of an expert's tensor, spread in dimension `dim`, if in any."""
         return whole if dim is None else whole.chunk(self.num_parts, dim)[comm.group_rank(self.etp)]
+
+    def is_sharded(self, parameter: nn.Parameter) -> bool:
+        """Whether `fully_shard` has the parameter, and this rank holds a shard of its part."""
+        return isinstance(parameter, DTensor) and parameter.device_mesh != self.mesh
+
+    def fill(self, parameter: nn.Parameter, expert: int, part: torch.Tensor) -> None:
+        """Set one of this rank's experts in a parameter, as far as this rank holds it if
+        `fully_shard` has the parameter.
+        """
+        local: torch.Tensor = parameter
+        if isinstance(parameter, DTensor):
+            local, mesh = parameter.to_local(), parameter.device_mesh
+            for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements):
+                if axis in ("ep", "etp"):
+                    continue
+                size, rank = mesh[axis].size(), mesh.get_local_rank(axis)
+                dim = placement.dim  # type: ignore[attr-defined]
+                if dim == 0:  # as torch.chunk: the last may hold fewer, or none
+                    experts_here = parameter.shape[0] // comm.group_size(self.ep)
+                    expert -= rank * -(-experts_here // size)
+                else:
+                    part = part.chunk(size, dim - 1)[rank]
+        if 0 <= expert < local.shape[0]:
+            local[expert] = part.reshape(local.shape[1:])
 
     def parameter(self, local: torch.Tensor, dim: int | None) -> nn.Parameter:
         """Of this rank's experts' parts, spread in dimension `dim`; a DTensor if there is a mesh.

@@ -58,8 +58,10 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.num_experts = num_experts
         self.activation = activation
+        self._ways = 2 if activation in _GATED else 1  # matmuls into F
         self.groups = ExpertGroups.of(group)
         num_ranks, num_parts = comm.group_size(self.groups.ep), self.groups.num_parts
         checks.one_of("Experts", "activation", activation, ACTIVATIONS)
@@ -69,8 +71,8 @@ class Experts(nn.Module):
                 f"Experts: ffn_hidden_size must be a multiple of the {num_parts} ranks of 'etp', "
                 f"got {ffn_hidden_size}"
             )
-        ffn_here, ways = ffn_hidden_size // num_parts, 2 if activation in _GATED else 1
-        up = (ways * ffn_here,) if self.groups.mesh is None else (ways, ffn_here)
+        ffn_here = ffn_hidden_size // num_parts
+        up = (self._ways * ffn_here,) if self.groups.mesh is None else (self._ways, ffn_here)
         num_experts_here = num_experts // num_ranks
 
         def parameter(*shape: int, spread: int | None) -> nn.Parameter:
@@ -91,24 +93,24 @@ class Experts(nn.Module):
         seed = int(torch.randint(2**62, (), device="cpu"))
         if self.w13.is_meta:
             return
-        w13, w2, b13, b2 = self._local()
-        num_experts_here, hidden_size, ffn_here = w2.shape
-        ffn, ways = ffn_here * self.groups.num_parts, w13.shape[1] // ffn_here
-        first = comm.group_rank(self.groups.ep) * num_experts_here
-        # An expert's tensors one after the other: of this rank, whole, where F lies in it, fan-in.
+        groups, hidden_size, ffn = self.groups, self.hidden_size, self.ffn_hidden_size
+        num_experts_here = self.num_experts // comm.group_size(groups.ep)
+        first = comm.group_rank(groups.ep) * num_experts_here
+        # An expert's tensors one after the other: whole, where F lies in it, fan-in.
         tensors = (
-            (w13, (ways, ffn, hidden_size), 1, hidden_size),
-            (b13, (ways, ffn), 1, hidden_size),
-            (w2, (hidden_size, ffn), 1, ffn),
-            (b2, (hidden_size,), None, ffn),
+            (self.w13, (self._ways, ffn, hidden_size), 1, hidden_size),
+            (self.b13, (self._ways, ffn), 1, hidden_size),
+            (self.w2, (hidden_size, ffn), 1, ffn),
+            (self.b2, (hidden_size,), None, ffn),
         )
         for expert in range(num_experts_here):
-            stream = torch.Generator(w13.device).manual_seed((seed + first + expert) % 2**63)
-            for here, shape, dim, fan_in in tensors:
-                if here is not None:
+            stream = torch.Generator(self.w13.device).manual_seed((seed + first + expert) % 2**63)
+            for parameter, shape, dim, fan_in in tensors:
+                if parameter is not None:
                     bound = 1 / math.sqrt(fan_in)
-                    whole = here.new_empty(shape).uniform_(-bound, bound, generator=stream)
-                    here[expert] = self.groups.part_of(whole, dim).reshape(here.shape[1:])
+                    whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+                    whole.uniform_(-bound, bound, generator=stream)
+                    groups.fill(parameter, expert, groups.part_of(whole, dim))
 
     def _local(self) -> tuple[Any, Any, Any, Any]:
         """This rank's w13, w2, b13, b2 in the shapes of a group without a mesh."""

@@ -202,9 +202,11 @@ class MoE(nn.Module):
                 f"got {tuple(x.shape)}"
             )
         checks.tensor(name, "x", x, x.dim(), checks.FLOATS, like=self.experts.w13)
-        if x.dtype != self.experts.w13.dtype and layout.autocast_dtype(x) is None:
+        w13 = self.experts.w13
+        is_cast = layout.autocast_dtype(x) is not None or self.experts.groups.is_sharded(w13)
+        if x.dtype != w13.dtype and not is_cast:
             raise TypeError(
-                f"{name}: x must have the experts' dtype {self.experts.w13.dtype} "
+                f"{name}: x must have the experts' dtype {w13.dtype} "
                 f"or, if not float64, be under torch.autocast, got {x.dtype}"
             )
         num_tokens = x.numel() // config.hidden_size
@@ -252,7 +254,7 @@ class MoE(nn.Module):
         Raises:
             RuntimeError: with the numbers of each rank.
         """
-        gathered = comm.all_gather(self.overflow_2, self.group_name).tolist()
+        gathered = comm.all_gather(self.overflow_2, self.router.group_name).tolist()
         self.overflow_2.zero_()
         overflows = {rank: tuple(numbers) for rank, numbers in enumerate(gathered) if any(numbers)}
         if overflows:

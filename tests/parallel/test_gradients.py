@@ -47,14 +47,20 @@ MAX_NORM = 0.05  # clips
 class Model(nn.Module):
     """Attention over the ranks of `cp`, then experts, each added to what came in."""
 
-    def __init__(self, meshes: ParallelMeshes | None) -> None:
+    def __init__(
+        self,
+        meshes: ParallelMeshes | None,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
+        place: Any = {"device": device, "dtype": dtype}
         config = MoEConfig(hidden_size=HIDDEN, ffn_hidden_size=8, num_experts=8, top_k=2, bias=True)
         self.cp = None if meshes is None else meshes.attention["cp"].get_group()
-        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, dtype=torch.float64)
-        self.norm = nn.RMSNorm(HIDDEN, dtype=torch.float64)
-        self.moe = MoE(config, None if meshes is None else meshes.experts, dtype=torch.float64)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, **place)
+        self.norm = nn.RMSNorm(HIDDEN, **place)
+        self.moe = MoE(config, None if meshes is None else meshes.experts, **place)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x_BSH).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2).chunk(3, dim=1)
