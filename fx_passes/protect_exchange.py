@@ -2,8 +2,9 @@
 
 Activation checkpointing, and a low `activation_memory_budget`, compute forward's values again in
 backward. Of an exchange that costs its time once more, and an ill-timed wait for the other ranks.
-This marks every operator that talks to other ranks, before the partitioner decides. Of a ring of
-attentions it marks what they add up to: kept are `out` and `lse`, not every rank's keys and values.
+This marks every operator that talks to other ranks, before the partitioner decides. Of attentions
+to the keys of other ranks it marks what they add up to: kept are `out` and `lse`, not every rank's
+keys and values.
 
 With `activation_memory_budget = 0` the partitioner would heed no mark, so such a graph gets a
 budget that is only nearly nothing.
@@ -41,17 +42,25 @@ _ATTENTIONS = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: (
         _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
     ),
+    _ATEN._flash_attention_forward.default: _ATEN._flash_attention_backward.default,
 }
-_COPIES = (_ATEN.slice.Tensor, _ATEN.clone.default)  # of a part of out or lse
+# What makes parts and other orders of a tensor.
+_MOVES = (
+    *(_ATEN.slice.Tensor, _ATEN.select.int, _ATEN.index_select.default, _ATEN.clone.default),
+    *(_ATEN.transpose.int, _ATEN.permute.default, _ATEN.t.default),
+    *(_ATEN.view.default, _ATEN._unsafe_view.default),
+)
 
 # Of what autograd would keep anyway: as good as nothing.
 _LEAST_BUDGET = 1e-9
 
 
 def protect_exchange_pass(graph: Graph) -> int:
-    """Mark exchanges, plans and sums of rings in a joint graph; number of them, not of outputs."""
+    """Mark exchanges, plans and sums of attentions in a joint graph; number of them, not of
+    outputs.
+    """
     exchanges = [node for node in graph.nodes if is_call(node, *EXCHANGES)]
-    sums = {node for gradient in graph.nodes for node in _sums_of_ring(gradient)}
+    sums = {node for gradient in graph.nodes for node in _sums_of_attentions(gradient)}
     calls = [*exchanges, *_kept_for(sums, _of_forward(graph))]
     for call in calls:
         outputs = [user for user in call.users if is_call(user, operator.getitem)]
@@ -63,16 +72,16 @@ def protect_exchange_pass(graph: Graph) -> int:
     return len(exchanges) + len(sums)
 
 
-def _sums_of_ring(gradient: Node) -> Iterator[Node]:
-    """`out` and `lse` of which a call computes an attention's gradient, if of several of them."""
+def _sums_of_attentions(gradient: Node) -> Iterator[Node]:
+    """`out` and `lse` of which a call computes an attention's gradient, if others' keys are in."""
     if is_call(gradient, *_ATTENTIONS.values()):
         for part in arguments(gradient)[4:6]:
-            if _num_attentions(part) > 1:
+            if _sees_others(part):
                 yield _whole(part)
 
 
 def _whole(node: Node) -> Node:
-    while is_call(node, *_COPIES):
+    while is_call(node, *_MOVES):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -104,7 +113,11 @@ def _reached(first: Iterable[Node], following: Callable[[Node], Iterable[Node]])
     return seen
 
 
-def _num_attentions(node: Node) -> int:
-    """Of which `node` is computed, those that they need not counted."""
+def _sees_others(node: Node) -> bool:
+    """Whether `node` is computed of several attentions, those that they need not counted, or of one
+    whose keys were gathered.
+    """
     found = _reached([node], lambda n: [] if is_call(n, *_ATTENTIONS) else n.all_input_nodes)
-    return sum(is_call(each, *_ATTENTIONS) for each in found)
+    attentions = [each for each in found if is_call(each, *_ATTENTIONS)]
+    keys = (_whole(arguments(attention)[1]) for attention in attentions)
+    return len(attentions) > 1 or any(is_call(key, _OPS.cp_unsplit.default) for key in keys)

@@ -103,20 +103,21 @@ def test_unprotected_exchanges_run_again(way: str) -> None:
 class Ring(torch.nn.Module):
     """Attention from projections, and something to compute again after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.settings = settings
         self.qkv = torch.nn.Linear(8, 24)
 
     def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x_BTH).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, dim=1)
-        out, _ = moe_ops.cp_attention(q, k, v, group=dist.group.WORLD)
+        out, _ = moe_ops.cp_attention(q, k, v, group=dist.group.WORLD, **self.settings)
         return out.sin().transpose(1, 2).flatten(2)
 
 
-def _ring_on_rank(rank: int, way: str, protect: bool) -> list[list[str]]:
-    """Names of the shifts and attentions of the forward and of the backward graph."""
-    ring, x = Ring(), torch.randn(1, 8, 8)
+def _ring_on_rank(rank: int, way: str, protect: bool, settings: dict[str, Any]) -> list[list[str]]:
+    """Names of the exchanges and attentions of the forward and of the backward graph."""
+    ring, x = Ring(**settings), torch.randn(1, 8, 8)
     backend = Backend(**{**OFF, "protect_exchange": protect})
     with torch._functorch.config.patch(activation_memory_budget=0.0 if way == "budget" else 1.0):
         compiled = backend.compile(functools.partial(WAYS[way], ring))
@@ -126,23 +127,40 @@ def _ring_on_rank(rank: int, way: str, protect: bool) -> list[list[str]]:
             y = run(leaf)
             results.append([y, *torch.autograd.grad(y.sum(), [leaf, *ring.parameters()])])
     torch.testing.assert_close(results[1], results[0])
-    return [
-        [name for name in map(name_of, graph.nodes) if "shift" in name or "flash" in name]
-        for graph in (*backend.forward, *backend.backward)
-    ]
+    graphs = (*backend.forward, *backend.backward)
+    calls = [[name_of(n) for n in graph.nodes if n.op == "call_function"] for graph in graphs]
+    return [[name for name in ops if "flash" in name or name in OF_RINGS] for ops in calls]
+
+
+OF_RINGS = ("cp_shift", "cp_unsplit", "cp_unsplit_backward", "all_to_all")
+ENDS = torch.tensor([0, 4, 16])
+# Exchanges of forward and backward, which has those of keys and values again, but for "heads".
+RINGS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "ring": ({}, ["cp_shift"], 2 * ["cp_shift"]),
+    "documents": ({"cu_seqlens_N1": ENDS}, ["cp_shift"], 2 * ["cp_shift"]),
+    "gathered": (
+        {"method": "all_gather", "causal": False},
+        ["cp_unsplit"],
+        ["cp_unsplit", "cp_unsplit_backward"],
+    ),
+    "heads": ({"method": "heads"}, 4 * ["all_to_all"], 4 * ["all_to_all"]),
+}
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("name", RINGS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_ring_runs_once(way: str) -> None:
-    for forward, backward in run_on_ranks(2, _ring_on_rank, way, True):
-        assert forward.count("cp_shift") == 1
-        assert backward.count("cp_shift") == 2, "keys and values, and their gradients"
-        assert all(name.endswith("backward") for name in backward if "flash" in name)
+def test_a_ring_runs_once(way: str, name: str) -> None:
+    settings, *expected = RINGS[name]
+    for graphs in run_on_ranks(2, _ring_on_rank, way, True, settings):
+        assert [[op for op in graph if op in OF_RINGS] for graph in graphs] == expected
+        if name != "heads":  # an attention like any other is computed again
+            assert all(op.endswith("backward") for op in graphs[1] if "flash" in op)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("way", ["selective", "budget"])  # torch 2.11 keeps it under "checkpoint"
-def test_an_unprotected_ring_runs_again(way: str) -> None:
-    for _, backward in run_on_ranks(2, _ring_on_rank, way, False):
-        assert backward.count("cp_shift") == 3
+@pytest.mark.parametrize("name", RINGS)
+def test_an_unprotected_ring_runs_again(name: str) -> None:
+    settings, _, once = RINGS[name]
+    for _, backward in run_on_ranks(2, _ring_on_rank, "selective", False, settings):
+        assert len([op for op in backward if op in OF_RINGS]) > len(once)
