@@ -86,7 +86,7 @@ def why_not(match: Match, num_chunks: int) -> str | None:
     num_tokens = _num_tokens(match)
     if not isinstance(num_tokens, int):
         return "the number of tokens is not known"
-    if num_tokens < num_chunks:  # PyTorch drops what has no element, and with it the exchange
+    if num_tokens < num_chunks:  # PyTorch would take equal plans, of no tokens, for one
         return f"there are {num_tokens} tokens for {num_chunks} chunks"
     inside = {*match.to_combine, *match.beside}
     whole = set(match.whole_inputs())

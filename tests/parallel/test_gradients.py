@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ops.nn import MoE, MoEConfig, per_rank_names
+from moe_ops.nn import MoE, MoEConfig, RouterConfig, per_rank_names, update_expert_bias
 from moe_ops.ops.cp_attention import cp_attention
 from moe_ops.ops.cp_split import cp_split
 from moe_ops.parallel import (
@@ -24,7 +24,7 @@ from moe_ops.parallel import (
     parameter_groups,
     reduce_gradients,
 )
-from moe_ops.testing import assert_close
+from moe_ops.testing import assert_close, assert_equal
 from tests.ranks import run_on_ranks
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -42,6 +42,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
 NUM_SEQUENCES, LENGTH, HIDDEN, HEADS = 8, 16, 8, 2
 STEPS = 3
 MAX_NORM = 0.05  # clips
+PLAIN = RouterConfig()
+BALANCED = RouterConfig(balancing=("global_aux",), aux_loss_coeff=0.1, expert_bias=True)
 
 
 class Model(nn.Module):
@@ -52,11 +54,13 @@ class Model(nn.Module):
         meshes: ParallelMeshes | None,
         device: str = "cpu",
         dtype: torch.dtype = torch.float64,
+        router: RouterConfig = PLAIN,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
         place: Any = {"device": device, "dtype": dtype}
-        config = MoEConfig(hidden_size=HIDDEN, ffn_hidden_size=8, num_experts=8, top_k=2, bias=True)
+        sizes = {"hidden_size": HIDDEN, "ffn_hidden_size": 8, "num_experts": 8, "top_k": 2}
+        config = MoEConfig(**sizes, bias=True, router=router)
         self.cp = None if meshes is None else meshes.attention["cp"].get_group()
         self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, **place)
         self.norm = nn.RMSNorm(HIDDEN, **place)
@@ -80,15 +84,16 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameter_groups(model), lr=0.01, eps=1e-3, weight_decay=0.1)
 
 
-def train_alone() -> tuple[Model, list[torch.Tensor]]:
-    model = Model(None)
+def train_alone(router: RouterConfig = PLAIN) -> tuple[Model, list[torch.Tensor]]:
+    model = Model(None, router=router)
     optimizer, norms = optimizer_of(model), []
     for step in range(STEPS):
         optimizer.zero_grad()
         x, target = batch(step)
-        (model(x) - target).square().mean().backward()
+        ((model(x) - target).square().mean() + sum(model.moe.losses.values())).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
         optimizer.step()
+        update_expert_bias(model)
     return model, norms
 
 
@@ -106,10 +111,10 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 class Training:
     """A model, its optimizer and its meshes; gradients are reduced in the `way` of that name."""
 
-    def __init__(self, sizes: dict[str, int], way: str) -> None:
-        self.layout, self.way = ParallelLayout(**sizes), way
+    def __init__(self, sizes: dict[str, int], way: str, router: RouterConfig = PLAIN) -> None:
+        self.layout, self.way, self.router = ParallelLayout(**sizes), way, router
         self.meshes = self.layout.meshes("cpu")
-        self.model: nn.Module = Model(self.meshes)
+        self.model = Model(self.meshes, router=router)
         if way == "fully_shard":
             fully_shard_moe(self.model, self.meshes)
         if way == "ddp":
@@ -126,25 +131,34 @@ class Training:
         """The norm of the gradients."""
         self.optimizer.zero_grad()
         x, target = (part_of_rank(whole, self.layout, self.meshes) for whole in batch(step))
-        ((self.wrapped(x) - target).square().mean() / self.layout.tp).backward()
+        loss = (self.wrapped(x) - target).square().mean() + sum(self.model.moe.losses.values())
+        (loss / self.layout.tp).backward()
         if self.way != "fully_shard":
             reduce_gradients(self.model, self.meshes, dense=self.way == "plain")
         norm = clip_grad_norm_(self.model.parameters(), MAX_NORM, self.meshes)
         self.optimizer.step()
+        update_expert_bias(self.model)
         return norm
 
     def check(self) -> None:
         """Every parameter is that of one process."""
-        expected = dict(train_alone()[0].named_parameters())
+        alone, norms = train_alone(self.router)
+        assert all(norm > MAX_NORM for norm in norms)
+        expected = dict(alone.named_parameters())
+        biases = [model.moe.router.expert_bias for model in (self.model, alone)]
+        if self.router.expert_bias:
+            assert_equal("expert_bias", *biases)
         for name, parameter in self.model.named_parameters():
             found = full(parameter.detach())
             assert_close(name, found, expected[name].detach().reshape(found.shape))
 
 
-def _check_training(rank: int, sizes: dict[str, int], way: str) -> None:
-    training = Training(sizes, way)
+def _check_training(
+    rank: int, sizes: dict[str, int], way: str, router: RouterConfig = PLAIN
+) -> None:
+    training = Training(sizes, way, router)
     norms = torch.stack([training.step(step) for step in range(STEPS)])
-    assert_close("norms", norms, torch.stack(train_alone()[1]))
+    assert_close("norms", norms, torch.stack(train_alone(router)[1]))
     training.check()
     if way == "fully_shard":
         layout = training.layout
@@ -163,6 +177,14 @@ def _check_training(rank: int, sizes: dict[str, int], way: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_training_equals_one_process(name: str, way: str) -> None:
     run_on_ranks(LAYOUTS[name]["world"], _check_training, LAYOUTS[name], way)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", ["plain", "fully_shard"])
+@pytest.mark.parametrize("name", ["ep 2, edp 2", "tp 2, ep 2, edp 2", "cp 4, edp 4"])
+def test_balanced_training_equals_one_process(name: str, way: str) -> None:
+    """The loss and the bias of a router see the tokens of all replicas of the experts."""
+    run_on_ranks(4, _check_training, LAYOUTS[name], way, BALANCED)
 
 
 @pytest.mark.dist

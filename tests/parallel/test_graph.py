@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from fx_passes.graph import name_of
+from fx_passes.graph import arguments, name_of
 from moe_ops.nn import MoE, MoEConfig
 from moe_ops.parallel import ParallelLayout
 from tests.fx_passes.captured import Captured, fake_ranks
@@ -34,14 +34,25 @@ COLLECTIVES = {
 }
 
 
-def collectives_of(graph: Graph) -> list[str]:
-    """Whatever names a group, sorted: PyTorch decides on the order."""
-    calls = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    return sorted(
-        name_of(node)
-        for node in calls
-        if any(argument.name == "group_name" for argument in node.target._schema.arguments)
-    )
+def collectives_of(graph: Graph, axes: dict[str, str]) -> list[tuple[str, str]]:
+    """Whatever names a group, and its axis, sorted: PyTorch decides on the order."""
+    found = []
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            names = [argument.name for argument in node.target._schema.arguments]
+            if "group_name" in names:
+                group_name = arguments(node)[names.index("group_name")]
+                found.append((name_of(node), axes[group_name]))
+    return sorted(found)
+
+
+def axis_of(name: str, dispatcher: str) -> str:
+    """Over which ranks a collective goes."""
+    if name == "cp_shift":
+        return "cp"
+    if name in (GATHER, SUM, "gather_plan"):
+        return "ep_etp" if dispatcher == "allgather" else "etp"
+    return "ep"
 
 
 @pytest.mark.parametrize("dispatcher", COLLECTIVES)
@@ -55,6 +66,10 @@ def test_a_block_on_a_mesh_shows_its_collectives(dispatcher: str) -> None:
         )
         model.moe = MoE(config, meshes.experts, dtype=torch.float64)
         kept.compile(model)(torch.randn(2, 4, HIDDEN, dtype=torch.float64)).sum().backward()
+        meshes_of = {"cp": meshes.attention["cp"], "ep_etp": meshes.ep_etp}
+        meshes_of |= {name: meshes.experts[name] for name in ("ep", "etp")}
+        axes = {mesh.get_group().group_name: name for name, mesh in meshes_of.items()}
     ((forward,), (backward,)) = kept.forward, kept.backward
     for graph, expected in zip((forward, backward), COLLECTIVES[dispatcher]):
-        assert collectives_of(graph) == sorted(expected)
+        wanted = [(name, axis_of(name, dispatcher)) for name in expected]
+        assert collectives_of(graph, axes) == sorted(wanted)
