@@ -128,6 +128,11 @@ def check_documents(
                 f"{op}: cu_seqlens_N1 must have at least 2 entries, for dimension {dim} of x, got "
                 f"{tuple(cu_seqlens_N1.shape)} and {tuple(x.shape)}"
             )
+        if x.shape[dim] % num_chunks:
+            raise ValueError(
+                f"{op}: x must have a multiple of {num_chunks} tokens in dimension {dim}, got "
+                f"{x.shape[dim]}; pad the sequence"
+            )
         num_ranks = group_size(group_name)
         size = x.shape[dim] // num_chunks * 2 * num_ranks
         right = (cu_seqlens_N1 % (2 * num_ranks) == 0).all() & (cu_seqlens_N1.diff() >= 0).all()

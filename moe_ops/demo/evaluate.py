@@ -76,7 +76,7 @@ def compiled_against_eager(model: ByteModel, tokens_BT: Tensor) -> Comparison:
     names = list(eager)
     distances = [(compiled[n] - eager[n]).norm() / eager[n].norm().clamp(min=1e-12) for n in names]
     rerouted = (compiled_ids != eager_ids).any().float()
-    found = torch.stack([*distances, rerouted])
+    found = torch.stack([*distances, rerouted]).nan_to_num(torch.inf, posinf=torch.inf)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     worst = int(found[:-1].argmax())
     return Comparison(names[worst], found[worst].item(), found[-1].item() == 0)

@@ -80,13 +80,12 @@ class Trainer:
         self.first_step_seconds = 0.0
 
     def _build(self, seed: int) -> ByteModel:
-        experts = self.meshes.experts if self.layout.world > 1 else None
         cp = self.meshes.attention["cp"].get_group() if self.layout.cp > 1 else None
         # The same on all ranks: each expert draws from a stream of its own. On the device from the
         # start, where a mesh has its tensors: a stream differs by kind of device.
         torch.manual_seed(seed)
         with self.device:
-            model = ByteModel(self.settings, experts, cp)
+            model = ByteModel(self.settings, self.meshes.experts, cp)
         if not self.settings.no_compile:
             self._compile(model)
         return model

@@ -298,7 +298,12 @@ _DISPATCHERS: dict[str, type[TokenDispatcher]] = {
 def make_dispatcher(config: MoEConfig, groups: ExpertGroups) -> TokenDispatcher:
     """The config's dispatcher; the local one where there is nothing to exchange and no capacity to
     respect.
+
+    Raises:
+        ValueError: a capacity of 0 with "etp".
     """
+    if groups.etp and 0 in (config.copy_capacity, config.row_capacity):
+        raise ValueError("MoE: copy_capacity and row_capacity must be positive with 'etp', got 0")
     bounded = config.copy_capacity is not None or config.row_capacity is not None
     if comm.group_size(groups.both) == 1 and not bounded:
         return LocalDispatcher(config, groups)

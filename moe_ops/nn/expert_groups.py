@@ -75,13 +75,16 @@ class ExpertGroups:
         local: torch.Tensor = parameter
         if isinstance(parameter, DTensor):
             local, mesh = parameter.to_local(), parameter.device_mesh
-            for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements):
-                if axis in ("ep", "etp"):
+            names = mesh.mesh_dim_names or ("",) * mesh.ndim
+            for axis, placement in enumerate(parameter.placements):
+                is_ours = self.mesh is not None and names[axis] in ("ep", "etp")
+                if is_ours or placement.is_replicate():
                     continue
-                size, rank = mesh[axis].size(), mesh.get_local_rank(axis)
+                size, rank = mesh.size(axis), mesh.get_local_rank(axis)
                 dim = placement.dim  # type: ignore[attr-defined]
                 if dim == 0:  # as torch.chunk: the last may hold fewer, or none
-                    experts_here = parameter.shape[0] // comm.group_size(self.ep)
+                    num_ranks = 1 if self.mesh is None else comm.group_size(self.ep)
+                    experts_here = parameter.shape[0] // num_ranks
                     expert -= rank * -(-experts_here // size)
                 else:
                     part = part.chunk(size, dim - 1)[rank]

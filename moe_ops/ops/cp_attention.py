@@ -77,10 +77,13 @@ def cp_attention(
     through lse. Saved for it: this rank's q, k, v, out and lse, or its heads' (repeated ones, too).
     """
     name = comm.group_name_of(group)
-    arguments = (causal, q.shape[-1] ** -0.5 if scale is None else scale, name)
+    arguments = (causal, _default_scale(q) if scale is None else scale, name)
     if cu_seqlens_N1 is None:
         return _attend(q, k, v, method, *arguments)
-    check = functools.partial(_check, q, k, v, *arguments)
+
+    def check() -> tuple[object, ...]:
+        return "documents", method, *_check(q, k, v, *arguments)
+
     zigzag.agree_unless_compiling("cp_attention", name, check)
     zigzag.check_documents("cp_attention", cu_seqlens_N1, q, 2, 2, name)
     order = zigzag.chunk_order(cu_seqlens_N1, 2, q.shape[2], name)
@@ -90,6 +93,11 @@ def cp_attention(
         x.index_select(2, order.argsort()) for x in _attend(q, k, v, method, *arguments, ends)
     )
     return out, lse
+
+
+def _default_scale(q: torch.Tensor) -> float:
+    size = q.shape[-1] if isinstance(q, torch.Tensor) and q.dim() else 0
+    return size**-0.5 if size else 1.0  # any, where q is refused: on every rank, later
 
 
 def _attend(

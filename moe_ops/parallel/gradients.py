@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.utils import get_total_norm
 
 from ..nn.experts import Experts
 from .parallel_layout import ParallelMeshes
@@ -52,8 +51,10 @@ def reduce_gradients(module: nn.Module, meshes: ParallelMeshes, *, dense: bool =
             tp is 1; first let it ignore `moe_ops.nn.per_rank_names(module)`.
 
     Raises:
-        ValueError: experts are on no mesh, or on another one.
+        ValueError: experts are on no mesh, or on another one; or `fully_shard` wraps a module.
     """
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise ValueError("reduce_gradients: module must not be sharded, got what fully_shard wraps")
     experts, edp = _experts(module, meshes), meshes.experts["edp"]
     buckets: dict[tuple[DeviceMesh, torch.dtype], list[torch.Tensor]] = {}
     for parameter in module.parameters():
@@ -94,7 +95,8 @@ def clip_grad_norm_(
         spread.setdefault(_groups_that_spread(grad), []).append(_local(grad))
     total = torch.zeros((), device=meshes.stage.device_type, dtype=torch.float64)
     for groups, parts in spread.items():
-        square = get_total_norm(parts).double().square()
+        norms = torch._foreach_norm(parts, dtype=torch.float64)
+        square = torch.stack(norms).square().sum()
         for group in groups:
             dist.all_reduce(square, group=group)
         total = total + square
@@ -180,9 +182,11 @@ def _shard(
 def _experts(module: nn.Module, meshes: ParallelMeshes) -> set[nn.Parameter]:
     """Parameters of all `Experts` in a module."""
     found: set[nn.Parameter] = set()
+    axes = meshes.experts.mesh_dim_names or ()
+    held = meshes.experts[tuple(axis for axis in axes if axis in ("ep", "etp"))]
     for name, part in module.named_modules():
         if isinstance(part, Experts):
-            if part.groups.mesh != meshes.experts["ep", "etp"]:
+            if part.groups.mesh != held:
                 raise ValueError(
                     f"{name or 'module'}: experts must be on meshes.experts, got "
                     f"{part.groups.mesh or 'no mesh'}"

@@ -239,6 +239,7 @@ REJECTED = [
     ({"cu_seqlens_N1": bounds()[None]}, ValueError, "cu_seqlens_N1 must have 1 dimensions, got"),
     ({"cu_seqlens_N1": bounds()[:1]}, ValueError, "cu_seqlens_N1 must have at least 2 entries"),
     ({"dim": 2}, ValueError, "for dimension 2 of x, got"),
+    ({"x": torch.ones(3, SIZE + 1)}, ValueError, f"x must have a multiple of .* got {SIZE + 1}"),
     *(
         ({"cu_seqlens_N1": torch.tensor(x)}, RuntimeError, "cu_seqlens_N1 must rise from 0 to all")
         for x in ([0, 7, SIZE], [0, 32, 8, SIZE], [0, 8], [8, SIZE])

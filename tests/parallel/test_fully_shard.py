@@ -149,6 +149,26 @@ def test_wrong_meshes_and_modules_are_refused() -> None:
     run_on_ranks(4, _check_errors)
 
 
+def _check_orders(rank: int, order: str) -> None:
+    """Experts lie as their mesh says, whatever axis is fastest; norms of fp16 hold."""
+    _, meshes = make({"world": 4, "ep": 2, "etp": 2, "order": order})
+    model = Model(meshes)
+    reduce_gradients(model, meshes)
+    assert clip_grad_norm_(model.parameters(), 1.0, meshes) == 0
+    large = nn.Parameter(torch.zeros(100_000, dtype=torch.float16))
+    large.grad = torch.full_like(large, 300)
+    norm = clip_grad_norm_([large], 1.0, meshes)
+    assert_close("norm", norm, torch.tensor(300 * 100_000**0.5, dtype=torch.float64))
+    sharded = fully_shard_moe(model, meshes)
+    assert "got what fully_shard wraps" in _message(reduce_gradients, sharded, meshes)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "ep-tp-cp-dp-pp"])
+def test_any_order_of_axes(order: str) -> None:
+    run_on_ranks(4, _check_orders, order)
+
+
 def _check_partial(rank: int) -> None:
     _, meshes = make({"world": 4, "tp": 2})
     tp = meshes.attention["tp"]
