@@ -61,10 +61,18 @@ def _unpack(rows: torch.Tensor, batch: int, order: torch.Tensor) -> torch.Tensor
     return rows.unflatten(0, (batch, -1)).transpose(1, 2).index_select(2, order.argsort())
 
 
+def _in_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, each head's elements side by side: PyTorch's kernels take that for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masked: bool, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of some queries to some keys, `masked`: up to each query's place. out, lse."""
+    """q [B, heads, Sq, D] to k, v [B, fewer or equal heads, Sk, D]; `masked`: up to each query's
+    place. out like q; lse [B, heads, Sq], float32 or float64.
+    """
+    q, k, v = map(_in_rows, (q, k, v))
     scale, documents = settings.scale, settings.documents
     if q.device.type != "cuda":
         mask = documents.mask(q, k, masked) if documents else None
@@ -107,6 +115,7 @@ def attend_backward(
     settings: Settings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v; out and lse of these queries are those over all keys."""
+    grad, q, k, v, out = map(_in_rows, (grad, q, k, v, out))
     tensors = (grad, q, k, v, out, lse)
     scale, documents = settings.scale, settings.documents
     if q.device.type != "cuda":

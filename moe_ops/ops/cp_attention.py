@@ -144,6 +144,8 @@ def _check(
         raise ValueError(
             f"{op}: q's heads must be a multiple of k's {k.shape[1]}, got {q.shape[1]}"
         )
+    if not 0 < scale < math.inf:  # PyTorch's masks take the order of scores for granted
+        raise ValueError(f"{op}: scale must be positive and finite, got {scale}")
     if q.shape[2] % 2:
         raise ValueError(f"{op}: q must have an even number of tokens, got {q.shape[2]}")
     if ends_N1 is not None:

@@ -174,6 +174,9 @@ def _checked(
 ) -> torch.Tensor:
     value = state_dict[name]
     checks.tensor(_OP, name, value, len(shape), checks.FLOATS)
+    if value.is_meta or value.layout != torch.strided:
+        found = "meta" if value.is_meta else value.layout
+        raise ValueError(f"{_OP}: {name} must hold values, in rows, got it {found}")
     if value.shape != shape:
         raise ValueError(f"{_OP}: {name} must have shape {shape}, got {tuple(value.shape)}")
     return value

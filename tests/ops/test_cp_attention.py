@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -94,6 +95,24 @@ def check(num_ranks: int, tensors, causal: bool, method: str) -> None:
 def test_cp_attention_matches_reference(num_ranks, causal, method, kv_heads, dtype) -> None:
     """Gradients of q, k, v, too."""
     check(num_ranks, whole(kv_heads, dtype), causal, method)
+
+
+@all_causal
+@all_methods
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_cp_attention_takes_any_strides(causal: bool, method: str, backend: str | None) -> None:
+    """Of its inputs and of the gradient: case 18. PyTorch's kernel on the CPU would read others."""
+    attend = functools.partial(moe_ops.cp_attention, causal=causal, method=method, group=None)
+    if backend:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, fullgraph=True, backend=backend)
+    *inputs, grad = whole(dtype=torch.float64)
+    grad = grad[..., :1].expand(grad.shape)
+    leaves = [x.mT.contiguous().mT.requires_grad_() for x in inputs]
+    out, lse = attend(*leaves)
+    found = (out, lse, *torch.autograd.grad(out, leaves, grad))
+    for name, actual, wanted in zip(NAMES, found, expected([*inputs, grad], causal)):
+        assert_close(name, actual, wanted)
 
 
 @pytest.mark.dist
@@ -272,6 +291,7 @@ GOOD = {"q": Q, "k": Q, "v": Q, "group": None}
         ({"q": Q[:, :3]}, ValueError, "q's heads must be a multiple of k's 4, got 3"),
         (dict.fromkeys("qkv", Q[:, :, :1]), ValueError, "q must have an even number .*, got 1"),
         (dict.fromkeys("qkv", Q[:, :, :0]), ValueError, "k must not be empty, got"),
+        *(({"scale": x}, ValueError, "scale must be positive") for x in (0.0, -1.0, math.nan)),
         ({"method": "p2p"}, ValueError, "method must be one of .*'heads'], got 'p2p'"),
         ({"method": "heads", "k": Q[0]}, ValueError, "k must have 4 dimensions, got shape"),
     ],
