@@ -72,6 +72,8 @@ def cp_attention(
     Raises:
         TypeError, ValueError: on every rank, if one of them gave a wrong dtype, device, size or
             method, or if they differ.
+        RuntimeError: `cu_seqlens_N1` breaks the rule above; on CUDA an assertion on the device, on
+            that rank alone. Values that differ by rank are not noticed.
 
     Gradients: `cp_attention_backward`, with "heads" those of the exchanges and the attention; none
     through lse. Saved for it: this rank's q, k, v, out and lse, or its heads' (repeated ones, too).
@@ -80,11 +82,9 @@ def cp_attention(
     arguments = (causal, _default_scale(q) if scale is None else scale, name)
     if cu_seqlens_N1 is None:
         return _attend(q, k, v, method, *arguments)
-
-    def check() -> tuple[object, ...]:
-        return "documents", method, *_check(q, k, v, *arguments)
-
-    zigzag.agree_unless_compiling("cp_attention", name, check)
+    zigzag.agree_unless_compiling(
+        "cp_attention", name, lambda: ("documents", method, *_check(q, k, v, *arguments))
+    )
     zigzag.check_documents("cp_attention", cu_seqlens_N1, q, 2, 2, name)
     order = zigzag.chunk_order(cu_seqlens_N1, 2, q.shape[2], name)
     q, k, v = (x.index_select(2, order) for x in (q, k, v))
@@ -150,7 +150,9 @@ def _check(
         raise ValueError(f"{op}: q must have an even number of tokens, got {q.shape[2]}")
     if ends_N1 is not None:
         checks.tensor(op, "ends_N1", ends_N1, 1, (torch.int64,), like=q)
-    return tuple(q.shape), k.shape[1], q.dtype, causal, scale, gather, ends_N1 is None
+    has_gradient = any(x.requires_grad for x in (q, k, v))  # to exchange, too
+    settings = (causal, scale, gather, ends_N1 is None, has_gradient)
+    return tuple(q.shape), k.shape[1], q.dtype, *settings
 
 
 def _check_heads(

@@ -49,6 +49,8 @@ def cp_split(
     Raises:
         TypeError, ValueError: on every rank, if one of them gave a wrong dimension or size, or if
             they differ.
+        RuntimeError: `cu_seqlens_N1` breaks the rule above; on CUDA an assertion on the device, on
+            that rank alone. Values that differ by rank are not noticed.
 
     Gradients: of this rank's own part alone, zero elsewhere. The gradient of the sum of all ranks'
     losses is its sum over ranks.
@@ -83,6 +85,8 @@ def cp_unsplit(
     Raises:
         TypeError, ValueError: on every rank, if one of them gave a wrong dimension or size, or if
             they differ.
+        RuntimeError: `cu_seqlens_N1` breaks the rule above; on CUDA an assertion on the device, on
+            that rank alone. Values that differ by rank are not noticed.
 
     Gradients: summed over the ranks, in rank order, in at least float32; none for `dep`.
     """

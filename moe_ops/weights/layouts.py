@@ -58,6 +58,9 @@ def pack_weights(
     """
     op = "pack_weights"
     checks.one_of(op, "layout", layout, LAYOUTS)
+    for name, given in (("w13", w13), ("w2", w2)):
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(given).__name__}")
     _check_shapes(op, w13, w2, b13, b2)
     packed = {"w2": w2}
     if b2 is not None:

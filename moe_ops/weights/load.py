@@ -60,6 +60,11 @@ def load_experts(
     prefix = f"{prefix.removesuffix('.')}." if prefix else ""
     experts = module.experts if isinstance(module, MoE) else module
     names = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)}
+    if isinstance(module, MoE) and module.shared_experts is None and its.shared_gate:
+        # transformers keeps a shared expert of width 0, which adds 0, and its gate.
+        shared = {name for name in names if name.startswith((f"{its.shared}.", its.shared_gate))}
+        if all(0 in state_dict[prefix + n].shape for n in shared if n.startswith(f"{its.shared}.")):
+            names -= shared
     if isinstance(module, Experts):
         names = {name for name in names if name.startswith("experts.")}
     apart = bool(its.projections) and any(re.match(r"experts\.\d+\.", name) for name in names)

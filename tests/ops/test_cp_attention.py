@@ -312,6 +312,7 @@ def _one_rank_is_wrong(rank: int, wrong: dict) -> None:
         {"scale": 2.0},
         {"q": Q.half()},
         {"q": torch.ones(1, 8, 2, 8)},
+        {"q": Q.clone().requires_grad_()},
         {"q": torch.ones(())},
         {"q": Q[..., :0]},
         *({"method": method} for method in ("all_gather", "heads", "p2p")),

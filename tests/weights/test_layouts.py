@@ -113,3 +113,8 @@ def test_unpack_rejects(layout: str, changes: dict[str, Any], message: str) -> N
     packed = {name: tensor for name, tensor in packed.items() if tensor is not None}
     with pytest.raises(ValueError, match=message):
         unpack_weights(packed, layout=layout)
+
+
+def test_pack_needs_both_matrices() -> None:
+    with pytest.raises(TypeError, match="pack_weights: w13 must be a tensor, got NoneType"):
+        pack_weights(None, torch.ones(2, 4, 3), layout="split")  # type: ignore[arg-type]

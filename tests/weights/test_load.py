@@ -175,6 +175,13 @@ def test_rejects_what_fully_shard_has() -> None:
             "got .*experts.1.w1.weight_scale_inv$",
         ),
         (True, {"gate.weight": torch.zeros(H, E)}, ValueError, r"gate.weight must have shape"),
+        (True, {"gate.weight": torch.ones(E, H, device="meta")}, ValueError, "got it meta"),
+        (
+            True,
+            {"gate.weight": torch.ones(E, H).to_sparse()},
+            ValueError,
+            "got it torch.sparse_coo",
+        ),
         (
             True,
             {"experts.gate_up_proj": torch.zeros(E, H, 2 * F)},
@@ -188,7 +195,10 @@ def test_rejects_what_fully_shard_has() -> None:
             r"experts.0.w3.weight must be torch.float32 .* got torch.int8",
         ),
     ],
-    ids=["router", "fused", "apart", "bias", "expert", "scale", "shape", "turned", "dtype"],
+    ids=[
+        *("router", "fused", "apart", "bias", "expert", "scale", "shape"),
+        *("meta", "sparse", "turned", "dtype"),
+    ],
 )
 def test_rejects_state_and_changes_nothing(
     fused: bool, changes: dict[str, Any], error: type[Exception], message: str
@@ -202,6 +212,22 @@ def test_rejects_state_and_changes_nothing(
         load_experts(moe, state, prefix=PREFIX, family="mixtral")
     for name, tensor in moe.state_dict().items():
         assert_equal(name, tensor, before[name])
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_shared_expert_of_no_width_is_none(width: int) -> None:
+    """transformers keeps its empty tensors, and its gate; others are not passed over."""
+    moe = MoE(config_of(hf_config("qwen2_moe", shared_expert_intermediate_size=0)))
+    state = layer_state("qwen2_moe", expert_weights())
+    shared = f"{PREFIX}shared_expert."
+    state = {name: tensor for name, tensor in state.items() if not name.startswith(shared)}
+    state[f"{shared}down_proj.weight"] = torch.ones(H, width)
+    if width:
+        with pytest.raises(ValueError, match=r"layer alone, got .*shared_expert.down_proj.weight"):
+            load_experts(moe, state, prefix=PREFIX, family="qwen2_moe")
+    else:
+        load_experts(moe, state, prefix=PREFIX, family="qwen2_moe")
+        assert_equal("gate", moe.router.weight, state[f"{PREFIX}gate.weight"])
 
 
 def test_failed_load_changes_nothing() -> None:
